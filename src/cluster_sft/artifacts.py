@@ -1,0 +1,165 @@
+"""Every artifact's file names, columns and dtypes, with its readers and writers.
+
+Legend: N rows of the prepared data, H hidden size, K clusters, S selected rows.
+
+A *leaf* is the directory that one stage writes. Tables are Parquet, arrays are NumPy `.npy`
+(never pickled), small facts are JSON with sorted keys. Rows are joined by `id`, never by position.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.lib import format as npy
+
+from cluster_sft.errors import UserError
+
+MESSAGE = pl.Struct({"role": pl.String, "content": pl.String})
+
+DATASET: dict[str, Any] = {
+    "id": pl.String,  # digest of the rendered row; sorted
+    "source_id": pl.String,  # the source's own id; may repeat, null where it has none
+    "source_row": pl.Int64,  # 0-based row of the source
+    "messages": pl.List(MESSAGE),
+    "category": pl.String,  # null where the source has none
+    "n_prompt_tokens": pl.Int32,
+    "n_response_tokens": pl.Int32,  # supervised tokens
+    "input_ids": pl.List(pl.Int32),
+    "labels": pl.List(pl.Int32),  # -100 on everything that is not supervised
+    "record": pl.String,  # the source's row as JSON text
+}
+DROPPED: dict[str, Any] = {"row": pl.Int64, "reason": pl.String, "detail": pl.String}
+SAMPLES: dict[str, Any] = {
+    "id": pl.String,
+    "n_tokens": pl.Int32,  # |T(x)|, supervised tokens
+    "nll": pl.Float32,  # mean negative log-likelihood, nats per supervised token
+    "proxy_norm": pl.Float32,  # ||g(x)||
+}
+CLUSTERS: dict[str, Any] = {"id": pl.String, "cluster": pl.Int32, "distance": pl.Float32}
+SUBSET: dict[str, Any] = {
+    "id": pl.String,
+    "cluster": pl.Int32,
+    "distance": pl.Float32,  # to the full cluster's centroid
+    "weight": pl.Float64,  # w_c of the row's cluster
+    "rank": pl.Int64,  # 0 = first choice inside its cluster
+}
+
+TABLES: dict[str, dict[str, Any]] = {
+    "dataset.parquet": DATASET,
+    "heldout.parquet": DATASET,
+    "dropped.parquet": DROPPED,
+    "samples.parquet": SAMPLES,
+    "clusters.parquet": CLUSTERS,
+    "subset.parquet": SUBSET,
+}
+MANIFEST = "manifest.json"
+SUMMARY = "summary.json"
+
+
+def write_table(leaf: Path, name: str, frame: pl.DataFrame) -> None:
+    """Write `frame` as `leaf/name` with exactly the columns, order and dtypes of `TABLES[name]`."""
+    schema = TABLES[name]
+    frame.select(pl.col(c).cast(t) for c, t in schema.items()).write_parquet(
+        leaf / name, compression="zstd", statistics=True
+    )
+
+
+def read_table(leaf: Path, name: str, columns: list[str] | None = None) -> pl.DataFrame:
+    """Read `leaf/name`, checked against its schema.
+
+    Raises:
+        UserError: the file is missing, damaged or has other columns or dtypes.
+    """
+    path = leaf / name
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; {leaf} is not the leaf expected here")
+    try:
+        found = pl.read_parquet_schema(path)
+        wanted = {c: TABLES[name][c] for c in columns or TABLES[name]}
+        if wrong := [c for c, t in wanted.items() if found.get(c) != t]:
+            raise UserError(
+                f"{path}: column {wrong[0]!r} must be {wanted[wrong[0]]}, "
+                f"got {found.get(wrong[0], 'no such column')}; delete the leaf and run it again"
+            )
+        return pl.read_parquet(path, columns=list(wanted))
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise UserError(
+            f"{path}: damaged ({str(error).splitlines()[0][:120]}); delete the leaf and run it again"
+        ) from error
+
+
+def create_array(path: Path, shape: tuple[int, ...], dtype: np.dtype | type) -> np.memmap:
+    """Create an `.npy` file of the given shape (zeros) and return it memory-mapped for writing.
+
+    The blocks are allocated at once: on a full disk this raises OSError here, where a sparse file
+    would kill the process with SIGBUS at some later write.
+    """
+    dtype = np.dtype(dtype)
+    with path.open("wb") as file:
+        header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+        npy.write_array_header_1_0(file, header)
+        offset = file.tell()
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if size:
+            os.posix_fallocate(file.fileno(), offset, size)
+    return np.memmap(path, dtype=dtype, mode="r+", offset=offset, shape=shape)
+
+
+def read_array(path: Path, *, ndim: int, dtype: type, mmap: bool = True) -> np.ndarray:
+    """Read an `.npy` file, memory-mapped read-only by default, checked for rank and dtype.
+
+    Raises:
+        UserError: the file is missing, truncated, or of another rank or dtype.
+    """
+    try:
+        array = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{path}: no such file; {path.parent} is not the leaf expected here"
+        ) from error
+    except (ValueError, OSError, EOFError) as error:
+        raise UserError(f"{path}: damaged ({error}); delete the leaf and run it again") from error
+    if array.ndim != ndim or array.dtype != np.dtype(dtype):
+        raise UserError(
+            f"{path}: must have {ndim} dimensions of {np.dtype(dtype)}, "
+            f"got shape {array.shape} of {array.dtype}"
+        )
+    return array
+
+
+def read_embeddings(leaf: Path) -> tuple[np.ndarray, pl.DataFrame]:
+    """Return embeddings (N, H) float16, memory-mapped, and their samples table of N rows."""
+    embeddings = read_array(leaf / "embeddings.npy", ndim=2, dtype=np.float16)
+    samples = read_table(leaf, "samples.parquet")
+    if len(samples) != len(embeddings):
+        raise UserError(
+            f"{leaf}: embeddings.npy has {len(embeddings)} rows, samples.parquet {len(samples)}; "
+            "delete the leaf and run it again"
+        )
+    return embeddings, samples
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON with sorted keys, one key a line; non-finite numbers are refused."""
+    path.write_text(json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UserError: the file is missing or is no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: missing or damaged ({error}); run its stage again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold a JSON object, got {type(value).__name__}")
+    return value

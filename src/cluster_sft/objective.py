@@ -1,0 +1,115 @@
+"""The weighted training objective: what a step's gradient is, whoever computes it.
+
+Row i has the loss sum over its supervised tokens of l_it; a step's loss is the sum over its rows of
+a coefficient times that. The coefficients are fixed before the step, from the global step's weights
+and token counts, so that micro-batches, workers and processes only split a sum:
+
+    sequence:  (1 / B_s) sum_i w_i (1 / |T_i|) sum_t l_it
+    token:     sum_i w_i sum_t l_it / sum_i w_i |T_i|
+
+Weights are never normalised inside a worker: with one cluster there they would cancel.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cluster_sft.errors import UserError
+from cluster_sft.heads import head_inputs, token_log_probs
+
+LossReduction = Literal["sequence", "token"]
+
+
+def row_coefficients(
+    weights: ArrayLike, n_tokens: ArrayLike, *, loss_reduction: LossReduction
+) -> NDArray[np.float64]:
+    """Return c_i such that the step's loss is sum_i c_i sum_t l_it.
+
+    A process that plays part of the step, one of P whose gradients are averaged, backpropagates
+    P times the sum over its own rows.
+
+    Args:
+        weights: (B_s,) loss weights of the rows of the whole step.
+        n_tokens: (B_s,) int, |T_i|, their supervised tokens, at least 1.
+        loss_reduction: "sequence" for the mean of the rows' own means, "token" for the weighted
+            mean over the step's tokens.
+
+    Returns:
+        (B_s,) float64.
+
+    Raises:
+        ValueError: a row without supervised tokens, or weights that sum to 0 over the tokens.
+    """
+    weight_B = np.asarray(weights, dtype=np.float64)
+    tokens_B = np.asarray(n_tokens, dtype=np.float64)
+    if (tokens_B < 1).any():
+        row = int(np.argmax(tokens_B < 1))
+        raise UserError(f"row {row} of the step has no supervised token, its loss is undefined")
+    if loss_reduction == "sequence":
+        return weight_B / (tokens_B * max(len(weight_B), 1))
+    if loss_reduction != "token":
+        raise UserError(f"loss_reduction must be sequence or token, got {loss_reduction!r}")
+    total = float(weight_B @ tokens_B)
+    if len(weight_B) and total <= 0:
+        raise UserError(f"weights times supervised tokens must sum to more than 0, got {total}")
+    return weight_B / total if len(weight_B) else weight_B.copy()
+
+
+def supervised_positions(labels: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mark the positions that predict a supervised token.
+
+    Position t counts if labels[t + 1] is not -100 and neither t nor t + 1 is padding.
+
+    Args:
+        labels: (B, T) int64, -100 where nothing is supervised.
+        attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
+
+    Returns:
+        (B, T) bool; the last column is False.
+    """
+    mask = attention_mask.bool()
+    marked = torch.zeros_like(mask)
+    marked[:, :-1] = (labels[:, 1:] != -100) & mask[:, 1:] & mask[:, :-1]
+    return marked
+
+
+class RowLoss(nn.Module):
+    """A causal model whose forward pass returns every row's summed cross-entropy.
+
+    It is what is wrapped for data parallelism: everything that needs gradients, the LM head
+    included, is used inside this module's forward. The full (B, T, V) logits never exist: only
+    supervised positions go through the head, `head_chunk` at a time, and the backward pass computes
+    a chunk's logits again instead of keeping them.
+    """
+
+    def __init__(self, model: nn.Module, *, head_chunk: int = 256) -> None:
+        super().__init__()
+        self.model = model
+        self.head_chunk = head_chunk
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        """Return sum_t l_it in nats for every row, (B,) float32, from (B, T) int64 inputs."""
+        hidden = head_inputs(self.model, input_ids, attention_mask)
+        rows, positions = supervised_positions(labels, attention_mask).nonzero(as_tuple=True)
+        log_probs = self._log_probs(hidden[rows, positions], labels[rows, positions + 1])
+        losses = log_probs.new_zeros(len(input_ids))
+        return losses.index_add(0, rows, -log_probs)
+
+    def _log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return log p of the targets, (M,), from the head's inputs (M, H)."""
+        chunks = zip(hidden.split(self.head_chunk), targets.split(self.head_chunk), strict=True)
+        # The head draws no random numbers, so the generator's state need not be kept.
+        return torch.cat(
+            [
+                checkpoint(
+                    token_log_probs, self.model, *chunk, use_reentrant=False, preserve_rng_state=False
+                )
+                for chunk in chunks
+            ]
+        )
