@@ -96,20 +96,20 @@ class RowLoss(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
         """Return sum_t l_it in nats for every row, (B,) float32, from (B, T) int64 inputs."""
         hidden = head_inputs(self.model, input_ids, attention_mask)
-        rows, positions = supervised_positions(labels, attention_mask).nonzero(as_tuple=True)
-        log_probs = self._log_probs(hidden[rows, positions], labels[rows, positions + 1])
-        losses = log_probs.new_zeros(len(input_ids))
-        return losses.index_add(0, rows, -log_probs)
+        marked = supervised_positions(labels, attention_mask)
+        log_probs = self._log_probs(hidden[marked], labels.roll(-1, dims=1)[marked])
+        # A scatter and a sum, since index_add draws its order of addition on CUDA.
+        losses = log_probs.new_zeros(marked.shape).masked_scatter(marked, -log_probs)
+        return losses.sum(dim=1)
 
     def _log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return log p of the targets, (M,), from the head's inputs (M, H)."""
         chunks = zip(hidden.split(self.head_chunk), targets.split(self.head_chunk), strict=True)
-        # The head draws no random numbers, so the generator's state need not be kept.
-        return torch.cat(
-            [
-                checkpoint(
-                    token_log_probs, self.model, *chunk, use_reentrant=False, preserve_rng_state=False
-                )
-                for chunk in chunks
-            ]
-        )
+        return torch.cat([_checkpointed_log_probs(self.model, *chunk) for chunk in chunks])
+
+
+def _checkpointed_log_probs(model: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    # The head draws no random numbers, so the generator's state need not be kept.
+    return checkpoint(
+        token_log_probs, model, hidden, targets, use_reentrant=False, preserve_rng_state=False
+    )
