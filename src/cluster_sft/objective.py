@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from cluster_sft.errors import UserError
-from cluster_sft.heads import head_inputs, token_log_probs
+from cluster_sft.heads import full_log_probs, head_inputs, token_log_probs
 
 LossReduction = Literal["sequence", "token"]
 
@@ -84,32 +84,29 @@ class RowLoss(nn.Module):
 
     It is what is wrapped for data parallelism: everything that needs gradients, the LM head
     included, is used inside this module's forward. The full (B, T, V) logits never exist: only
-    supervised positions go through the head, `head_chunk` at a time, and the backward pass computes
-    a chunk's logits again instead of keeping them.
+    supervised positions go through the head, in chunks that the backward pass computes again.
+
+    Args:
+        model: a causal language model of Transformers.
+        full_logits: take the losses from the model's complete forward instead, for a model whose
+            logits are more than its head's output.
     """
 
-    def __init__(self, model: nn.Module, *, head_chunk: int = 256) -> None:
+    def __init__(self, model: PreTrainedModel, *, full_logits: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.head_chunk = head_chunk
+        self.full_logits = full_logits
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
-        """Return sum_t l_it in nats for every row, (B,) float32, from (B, T) int64 inputs."""
-        hidden = head_inputs(self.model, input_ids, attention_mask)
+        """Return sum_t l_it in nats, (B,), float32 or the model's wider dtype, from (B, T) int64."""
         marked = supervised_positions(labels, attention_mask)
-        log_probs = self._log_probs(hidden[marked], labels.roll(-1, dims=1)[marked])
-        # A scatter and a sum, since index_add draws its order of addition on CUDA.
+        targets = labels.roll(-1, dims=1)[marked]
+        if self.full_logits:
+            positions = marked.flatten().nonzero()[:, 0]
+            _, log_probs = full_log_probs(self.model, input_ids, attention_mask, positions, targets)
+        else:
+            hidden = head_inputs(self.model, input_ids, attention_mask)
+            log_probs = token_log_probs(self.model, hidden[marked], targets)
+        # A scatter and a sum, since the order in which index_add adds varies on a GPU.
         losses = log_probs.new_zeros(marked.shape).masked_scatter(marked, -log_probs)
         return losses.sum(dim=1)
-
-    def _log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return log p of the targets, (M,), from the head's inputs (M, H)."""
-        chunks = zip(hidden.split(self.head_chunk), targets.split(self.head_chunk), strict=True)
-        return torch.cat([_checkpointed_log_probs(self.model, *chunk) for chunk in chunks])
-
-
-def _checkpointed_log_probs(model: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    # The head draws no random numbers, so the generator's state need not be kept.
-    return checkpoint(
-        token_log_probs, model, hidden, targets, use_reentrant=False, preserve_rng_state=False
-    )
