@@ -1,0 +1,266 @@
+"""Capacity-constrained K-means on embeddings, and the stage `cluster`.
+
+Minimises sum |e_i - m_a(i)|^2 over assignments a and centroids m such that no cluster holds more
+than cap rows (CluSTER: clusters of bounded skew, one per data-parallel worker). Restarts from
+seeded k-means++ run on a sample of the rows; the best of them is refined on all rows.
+
+Reads embeddings.npy and samples.parquet of the embed leaf; writes clusters.parquet, centroids.npy
+and summary.json.
+
+Legend: N rows, H hidden size, K clusters.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from cluster_sft import artifacts
+from cluster_sft.assignment import assign
+from cluster_sft.errors import UserError
+from cluster_sft.kmeans import Fit, Lloyd, seed_centers
+from cluster_sft.passes import Table
+
+if TYPE_CHECKING:
+    from cluster_sft.params import ClusterParams, Launch
+
+__all__ = ["Clustering", "assign", "capacity_of", "constrained_kmeans", "run"]
+
+SAMPLE_ROWS = 16384  # on which the restarts run; more gain nothing that one full pass does not
+SAMPLE_BYTES = 256 << 20  # of the sample's copy, where rows are very wide
+SAMPLE_TOLERANCE = 5e-4  # share of labels that still change when a restart stops
+LOW_USAGE = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clustering:
+    """Clusters of N rows; ids run from the largest cluster to the smallest.
+
+    labels: (N,) int32.
+    centroids: (K, H) float32, plain means of their rows.
+    distances: (N,) float32, from each row to its own centroid (not squared).
+    inertia: sum of squared distances.
+    sizes: (K,) int64, falling; ties are ordered by the lowest row held.
+    weights: (K,) float64, sizes x K / N: what balanced rows of a cluster stand for.
+    n_iter: assignment steps on all rows.
+    capacity: rows that a cluster could take at most.
+    seed: of the k-means++ draws.
+    displaced: rows that are not in their nearest cluster because that one is full.
+    """
+
+    labels: NDArray[np.int32]
+    centroids: NDArray[np.float32]
+    distances: NDArray[np.float32]
+    inertia: float
+    sizes: NDArray[np.int64]
+    weights: NDArray[np.float64]
+    n_iter: int
+    capacity: int
+    seed: int
+    displaced: int
+
+
+def capacity_of(n_rows: int, k: int, alpha: float) -> int:
+    """Return max(floor(alpha N / K), ceil(N / K)), or N where alpha >= K switches the bound off.
+
+    alpha is read as the decimal it prints as, so that 1.2 x 10 / 4 is exactly 3. The ceiling keeps
+    alpha = 1 feasible when K does not divide N.
+
+    Raises:
+        UserError: alpha is no number of at least 1.
+    """
+    try:
+        ratio = Fraction(str(alpha)) if alpha != float("inf") else Fraction(k)
+    except (ValueError, TypeError):
+        ratio = Fraction(0)
+    if ratio < 1:
+        raise UserError(f"constrained_kmeans: alpha must be a number of at least 1, got {alpha}")
+    if ratio >= k:
+        return n_rows
+    return max(int(ratio * n_rows / k), -(-n_rows // k))
+
+
+def constrained_kmeans(
+    x: NDArray[np.floating],
+    *,
+    k: int,
+    alpha: float = 1.5,
+    seed: int,
+    n_init: int = 4,
+    max_iter: int = 100,
+    tol: float = 1e-4,
+    threads: int | None = None,
+    block_rows: int | None = None,
+) -> Clustering:
+    """Cluster rows into K clusters of at most `capacity_of(N, K, alpha)` rows each.
+
+    The result depends on neither `threads` nor `block_rows`. Beside x, memory grows with N x K, not
+    with N x H.
+
+    Args:
+        x: (N, H) float16 or float32, finite, in memory or memory-mapped.
+        k: clusters, 1 to N.
+        alpha: capacity in units of N / K, at least 1.
+        seed: of the k-means++ draws, not negative.
+        n_init: restarts; the least inertia wins.
+        max_iter: most assignment steps.
+        tol: stop when at most this share of the rows changes label.
+        threads: by default the processors that this process may use.
+        block_rows: rows of a block of the first pass; by default 8 MiB of them.
+
+    Raises:
+        UserError: an argument is outside its range, or x is not finite.
+    """
+    x = _checked(x, k=k, seed=seed, n_init=n_init, max_iter=max_iter, tol=tol)
+    capacity = capacity_of(len(x), k, alpha)
+    sample = _sample(x, k=k, seed=seed)
+    whole = sample is x
+    with Table(sample, threads=threads, block_rows=block_rows) as table:
+        limit = capacity_of(len(sample), k, alpha)
+        starts = (
+            _restart(
+                table,
+                k=k,
+                capacity=limit,
+                rng=np.random.default_rng([seed, restart]),
+                max_iter=max_iter if whole else 100,
+                tol=tol if whole else SAMPLE_TOLERANCE,
+            )
+            for restart in range(n_init)
+        )
+        fit = min(starts, key=lambda start: start.inertia)
+    if not whole:
+        del sample
+        with Table(x, threads=threads, block_rows=block_rows) as table:
+            lloyd = Lloyd(table, fit.centers, capacity=capacity, prices=fit.prices)
+            fit = lloyd.run(max_iter=max_iter, tolerance=tol)
+    return _canonical(fit, capacity=capacity, seed=seed)
+
+
+def run(
+    params: ClusterParams, *, embed: Path, out: Path, scratch: Path, launch: Launch
+) -> None:
+    """Cluster the embeddings of the leaf `embed` into `out`."""
+    embeddings, samples = artifacts.read_embeddings(embed)
+    found = constrained_kmeans(
+        embeddings,
+        k=params.k,
+        alpha=params.alpha,
+        seed=params.seed,
+        n_init=params.n_init,
+        max_iter=params.max_iter,
+        tol=params.tol,
+        threads=launch.threads,
+    )
+    frame = pl.DataFrame(
+        {"id": samples["id"], "cluster": found.labels, "distance": found.distances}
+    )
+    artifacts.write_table(out, "clusters.parquet", frame)
+    np.save(out / "centroids.npy", found.centroids, allow_pickle=False)
+    summary = _summary(found, params)
+    artifacts.write_json(out / artifacts.SUMMARY, summary)
+    if summary["usage_at_r1"] < LOW_USAGE:
+        print(
+            f"warning: the smallest of {params.k} clusters holds {found.sizes[-1]} of "
+            f"{len(embeddings)} rows, so balanced selection uses at most "
+            f"{summary['usage_at_r1']:.1%} of the data; lower cluster.alpha or cluster.k",
+            file=sys.stderr,
+        )
+
+
+def _summary(found: Clustering, params: ClusterParams) -> dict[str, object]:
+    n_rows = len(found.labels)
+    return {
+        "k": params.k,
+        "n": n_rows,
+        "alpha": params.alpha,
+        "seed": found.seed,
+        "capacity": found.capacity,
+        "sizes": found.sizes.tolist(),
+        "weights": found.weights.tolist(),
+        "inertia": found.inertia,
+        "n_iter": found.n_iter,
+        "displaced": found.displaced,
+        "usage_at_r1": params.k * int(found.sizes[-1]) / n_rows,
+    }
+
+
+def _restart(
+    table: Table,
+    *,
+    k: int,
+    capacity: int,
+    rng: np.random.Generator,
+    max_iter: int,
+    tol: float,
+) -> Fit:
+    centers = seed_centers(table, k=k, rng=rng)
+    lloyd = Lloyd(table, centers, capacity=capacity, prices=np.zeros(k))
+    return lloyd.run(max_iter=max_iter, tolerance=tol)
+
+
+def _sample(x: NDArray[np.floating], *, k: int, seed: int) -> NDArray[np.floating]:
+    """Return x itself where it is small, else distinct rows drawn at random, in order."""
+    fitting = SAMPLE_BYTES // (x.itemsize * x.shape[1])
+    size = max(64 * k, min(SAMPLE_ROWS, fitting))
+    if len(x) <= size:
+        return x
+    rng = np.random.default_rng([seed, k, len(x)])
+    return x[np.sort(rng.choice(len(x), size, replace=False))]
+
+
+def _canonical(fit: Fit, *, capacity: int, seed: int) -> Clustering:
+    """Renumber the clusters by size, ties by lowest row, and measure the rows."""
+    n_rows, k = fit.cost.shape
+    every = np.arange(n_rows)
+    sizes = np.bincount(fit.labels, minlength=k)
+    first = np.empty(k, np.int64)
+    first[fit.labels[::-1]] = every[::-1]  # the last assignment stands: the lowest row
+    order = np.lexsort((first, -sizes))
+    new_id = np.empty(k, np.int32)
+    new_id[order] = np.arange(k, dtype=np.int32)
+    own = fit.cost[every, fit.labels]
+    nearest = fit.cost.argmin(axis=1)
+    elsewhere = (fit.cost[every, nearest] < own) & (sizes[nearest] >= capacity)
+    return Clustering(
+        labels=new_id[fit.labels],
+        centroids=fit.centers[order].astype(np.float32),
+        distances=np.sqrt(own).astype(np.float32),
+        inertia=fit.inertia,
+        sizes=sizes[order].astype(np.int64),
+        weights=sizes[order] * k / n_rows,
+        n_iter=fit.n_iter,
+        capacity=capacity,
+        seed=seed,
+        displaced=int(np.count_nonzero(elsewhere)),
+    )
+
+
+def _checked(
+    x: NDArray[np.floating], *, k: int, seed: int, n_init: int, max_iter: int, tol: float
+) -> NDArray[np.floating]:
+    if not isinstance(x, np.ndarray):
+        x = np.asarray(x)
+    known = (np.float16, np.float32, np.float64)
+    if x.ndim != 2 or x.dtype not in known or not x.shape[1]:
+        raise UserError(
+            f"constrained_kmeans: x must be a table (N, H) of float16 or float32, got shape "
+            f"{x.shape} of {x.dtype}"
+        )
+    if not 1 <= k <= len(x):
+        raise UserError(
+            f"constrained_kmeans: k must be 1 to the number of rows, got k = {k} and {len(x)} rows"
+        )
+    for name, value, least in (("n_init", n_init, 1), ("max_iter", max_iter, 1), ("seed", seed, 0)):
+        if value < least:
+            raise UserError(f"constrained_kmeans: {name} must be at least {least}, got {value}")
+    if not tol >= 0:
+        raise UserError(f"constrained_kmeans: tol must not be negative, got {tol}")
+    return x

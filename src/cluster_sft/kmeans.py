@@ -1,0 +1,173 @@
+"""Capacity-constrained K-means: seeding, and Lloyd's iteration with optimal assignment steps.
+
+Both halves of an iteration can only lower the inertia: the assignment is optimal for the centroids
+under the capacities (`assignment.solve`), the means are optimal for the labels. Sums of clusters
+follow the rows that changed label, so that an iteration reads the table once. The prices of one
+assignment start the next.
+
+Legend: N rows, H features, K clusters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster_sft import assignment, kernels
+from cluster_sft.errors import UserError
+from cluster_sft.passes import Table
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Labels and the plain means of their rows.
+
+    labels (N,) int32, centers (K, H) float64, prices (K,) float64 of the last assignment,
+    cost (N, K) float64 squared distances to `centers`, inertia, n_iter assignment steps.
+    """
+
+    labels: NDArray[np.int32]
+    centers: NDArray[np.float64]
+    prices: NDArray[np.float64]
+    cost: NDArray[np.float64]
+    inertia: float
+    n_iter: int
+
+
+class Lloyd:
+    """The state of an iteration over one table.
+
+    Args:
+        table: the rows.
+        centers: (K, H) float64, where to start.
+        capacity: rows a cluster may take.
+        prices: (K,) float64, a guess at those of the first assignment.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        centers: NDArray[np.float64],
+        *,
+        capacity: int,
+        prices: NDArray[np.float64],
+    ) -> None:
+        n_clusters = len(centers)
+        self.table = table
+        self.centers = centers
+        self.prices = prices
+        self.capacity = np.full(n_clusters, min(capacity, table.n_rows), np.int64)
+        self.norms = np.empty(table.n_rows)
+        self.cost = np.empty((table.n_rows, n_clusters))
+        self.labels = np.empty(table.n_rows, np.int32)
+        self.sums = np.zeros((n_clusters, table.width))
+        self._read_all()
+
+    def _read_all(self) -> None:
+        """Read the table for the first time: distances, and sums of the likely labels.
+
+        The labels are those of the guessed prices; the first assignment corrects the sums where it
+        differs, so that the first iteration too reads the table once.
+        """
+        for rows in self.table.blocks():
+            self.table.square_norms(rows, self.norms)
+            _check_finite(self.norms[rows], first=int(rows[0]))
+            self.table.square_distances(rows, self.norms, self.centers, self.cost)
+            kernels.nearest(self.cost, self.prices, rows[0], rows[-1] + 1, self.labels)
+            likely = self.labels[rows]
+            self.table.move_rows(rows, np.full_like(likely, -1), likely, self.sums)
+
+    def step(self) -> int:
+        """Assign, then move the centroids to their means; return the labels that changed."""
+        labels, self.prices = assignment.solve(
+            self.cost, self.capacity, self.prices, additive=True
+        )
+        _fill_empty(labels, self.cost)
+        changed = np.flatnonzero(labels != self.labels)
+        self.table.move_rows(changed, self.labels[changed], labels[changed], self.sums)
+        self.labels = labels
+        counts = np.bincount(labels, minlength=len(self.centers))
+        self.centers = self.sums / counts[:, None]
+        return changed.size
+
+    def measure(self) -> None:
+        """Read the table again for the distances to the present centroids."""
+        rows = np.arange(self.table.n_rows)
+        self.table.square_distances(rows, self.norms, self.centers, self.cost)
+
+    def run(self, *, max_iter: int, tolerance: float) -> Fit:
+        """Iterate until at most `tolerance` x N labels change; measure against the last means."""
+        n_iter = 1
+        self.step()
+        while n_iter < max_iter:
+            self.measure()
+            n_iter += 1
+            if self.step() <= tolerance * self.table.n_rows:
+                break
+        self.centers = self.centers.astype(np.float32).astype(np.float64)
+        self.measure()
+        own = self.cost[np.arange(self.table.n_rows), self.labels]
+        return Fit(self.labels, self.centers, self.prices, self.cost, float(own.sum()), n_iter)
+
+
+def seed_centers(
+    table: Table, *, k: int, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Return K rows as float64, drawn by greedy k-means++.
+
+    Arthur and Vassilvitskii, "k-means++: the advantages of careful seeding", SODA 2007: each next
+    row is drawn in proportion to its squared distance to the rows chosen so far; the best of
+    2 + log K draws is kept. When all rows coincide with chosen ones, the lowest row not yet chosen
+    is taken.
+    """
+    every = np.arange(table.n_rows)
+    norms = np.empty(table.n_rows)
+    table.square_norms(every, norms)
+    _check_finite(norms, first=0)
+    chosen = [int(rng.integers(table.n_rows))]
+    nearest = np.empty((table.n_rows, 1))
+    table.square_distances(every, norms, _rows(table, chosen), nearest)
+    nearest = nearest[:, 0]
+    n_draws = 2 + int(math.log(k))
+    cost = np.empty((table.n_rows, n_draws))
+    while len(chosen) < k:
+        nearest[chosen] = 0.0  # rounding may leave a trace
+        ladder = np.cumsum(nearest)
+        if ladder[-1] <= 0:
+            chosen.append(int(np.setdiff1d(every, chosen)[0]))
+            continue
+        drawn = np.searchsorted(ladder, rng.random(n_draws) * ladder[-1], side="right")
+        drawn = np.minimum(drawn, np.flatnonzero(nearest)[-1])
+        table.square_distances(every, norms, _rows(table, drawn), cost)
+        np.minimum(cost, nearest[:, None], out=cost)
+        best = int(cost.sum(axis=0).argmin())
+        chosen.append(int(drawn[best]))
+        nearest = cost[:, best].copy()
+    return _rows(table, chosen)
+
+
+def _rows(table: Table, rows: list[int] | NDArray[np.int64]) -> NDArray[np.float64]:
+    values = table.x[np.asarray(rows)]
+    return (values.view(np.float16) if values.dtype == np.uint16 else values).astype(np.float64)
+
+
+def _fill_empty(labels: NDArray[np.int32], cost: NDArray[np.float64]) -> None:
+    """Give each empty cluster the row farthest from its centroid in a cluster of two or more."""
+    counts = np.bincount(labels, minlength=cost.shape[1])
+    if counts.all():
+        return
+    own = cost[np.arange(labels.size), labels]
+    for empty in np.flatnonzero(counts == 0):
+        row = int(np.where(counts[labels] > 1, own, -1.0).argmax())
+        counts[labels[row]] -= 1
+        counts[empty] += 1
+        labels[row] = empty
+
+
+def _check_finite(norms: NDArray[np.float64], *, first: int) -> None:
+    if not np.isfinite(norms).all():
+        row = first + int(np.flatnonzero(~np.isfinite(norms))[0])
+        raise UserError(f"constrained_kmeans: x must be finite, row {row} is not; drop the row")
