@@ -1,0 +1,58 @@
+"""Stage evaluate: score one model on one suite."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster_sft import suites
+from cluster_sft.artifacts import write_json
+
+if TYPE_CHECKING:
+    from cluster_sft.params import EvaluateParams, Launch
+
+
+def run(
+    params: EvaluateParams,
+    *,
+    suite: Path,
+    prepare: Path,
+    model: str,
+    out: Path,
+    scratch: Path,
+    launch: Launch,
+) -> None:
+    """Run a suite and write `scores.json`, and `samples.jsonl` where the suite was run.
+
+    A suite that cannot be run here without breaking a rule, such as model-written code without a
+    sandbox, is written as "not run" with the reason; that is a result, not an error.
+
+    Args:
+        params: what can change the scores.
+        suite: the suite's folder.
+        prepare: leaf of the prepared data, for its held-out rows.
+        model: name of the model, or the leaf of a trained one.
+        out: empty folder for the payload.
+        scratch: folder for what may be lost.
+        launch: only `processes` is read, as the number of sandboxes at a time.
+
+    Raises:
+        UserError: the suite, the model or the data cannot be read, or a data set is out of reach.
+    """
+    spec = suites.read(suite)
+    evaluation = suites.Evaluation(
+        suite, spec, params, prepare, model, out, scratch, launch.processes
+    )
+    scores = suites.get(spec["kind"]).run(evaluation)
+    write_json(
+        out / "scores.json",
+        {
+            "suite": suite.resolve().name,
+            "kind": spec["kind"],
+            "status": "run" if scores.reason is None else "not run",
+            "reason": scores.reason,
+            "metrics": [asdict(metric) for metric in scores.metrics],
+            "details": dict(scores.details),
+        },
+    )

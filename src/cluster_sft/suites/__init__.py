@@ -1,0 +1,207 @@
+"""Evaluation suites: a suite is a folder with a `suite.yaml`, a kind of suite is a file here.
+
+Adding a suite is adding a folder `data/suites/NAME/`; `evaluate.suites` then accepts NAME. Adding a
+kind is adding a file `KIND.py` here that defines `KIND`; the registry finds it by its name. Free of
+torch: planning imports it, and each kind imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from cluster_sft.errors import UserError
+
+SUITES = Path("data/suites")
+SPEC = "suite.yaml"
+
+
+class Rule(Protocol):
+    """The parameters of an evaluation that a kind may read."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def template(self) -> str: ...
+    @property
+    def limit(self) -> int | None: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def allow_code_execution(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One suite to be run on one model.
+
+    Attributes:
+        suite: the suite's folder.
+        spec: its suite.yaml, checked against the kind's options.
+        prepare: leaf of the prepared data.
+        model: name of the model, or a directory.
+        out: folder for `samples.jsonl`.
+        scratch: folder for what may be lost.
+        processes: how many sandboxes at a time.
+    """
+
+    suite: Path
+    spec: Mapping[str, Any]
+    params: Rule
+    prepare: Path
+    model: str
+    out: Path
+    scratch: Path
+    processes: int = 1
+
+    def write_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write `samples.jsonl`: one JSON object for each thing the model was asked."""
+        with (self.out / "samples.jsonl").open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A score: its mean over `n` rows, problems or questions and the mean's standard error."""
+
+    name: str
+    value: float
+    stderr: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a suite gave; with a `reason` it was not run and has no metrics."""
+
+    metrics: list[Metric] = field(default_factory=list)
+    reason: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)  # facts beside the scores
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of suite.
+
+    Attributes:
+        run: scores a model.
+        keys: the keys of `evaluate:` that can change its scores; others stay out of its cache key.
+        options: keys of suite.yaml beside `kind`, with the type of each.
+        required: those of them that must be given.
+        files: of a spec, the paths that it reads; those outside the suite's folder count in its
+            cache key like those inside.
+    """
+
+    run: Callable[[Evaluation], Scores]
+    keys: tuple[str, ...] = ("limit",)
+    options: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    files: Callable[[Mapping[str, Any]], list[str]] = lambda spec: []
+
+
+def kinds() -> list[str]:
+    """Return the names of all kinds, sorted."""
+    found = (path.stem for path in Path(__file__).parent.glob("*.py"))
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+def get(kind: str) -> Kind:
+    """Return the kind called `kind`.
+
+    Raises:
+        UserError: there is none; the nearest name is given.
+    """
+    if kind not in kinds():
+        raise UserError(f"unknown kind of suite {kind!r}; {_nearest(kind, kinds())}")
+    return importlib.import_module(f"{__name__}.{kind}").KIND
+
+
+def names() -> list[str]:
+    """Return the names of all suites, sorted."""
+    return sorted(path.parent.name for path in SUITES.glob(f"*/{SPEC}"))
+
+
+def folder(name: str) -> Path:
+    """Return the folder of the suite called `name`.
+
+    Raises:
+        UserError: there is none; the nearest name is given.
+    """
+    path = SUITES / name
+    if not (path / SPEC).is_file():
+        raise UserError(
+            f"evaluate.suites: no suite {name!r}, {path / SPEC} does not exist; "
+            f"{_nearest(name, names())}"
+        )
+    return path
+
+
+def read(suite: Path) -> dict[str, Any]:
+    """Return the suite.yaml of a folder, checked against the options of its kind.
+
+    Raises:
+        UserError: it is missing, no YAML mapping, or has an unknown, missing or mistyped key.
+    """
+    path = suite / SPEC
+    try:
+        spec = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        raise UserError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(spec, dict) or not isinstance(spec.get("kind"), str):
+        raise UserError(f"{path}: must be a mapping with a key `kind`; known: {', '.join(kinds())}")
+    try:
+        options = get(spec["kind"])
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    for key, value in spec.items():
+        if key == "kind":
+            continue
+        if key not in options.options:
+            raise UserError(f"{path}: unknown key {key!r}; {_nearest(key, options.options)}")
+        wanted = options.options[key]
+        # In Python True is an int; in a file of settings it is not.
+        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is int):
+            raise UserError(f"{path}: {key} must be {_type_name(wanted)}, got {value!r}")
+    if missing := [key for key in options.required if key not in spec]:
+        raise UserError(f"{path}: kind {spec['kind']} needs the key {missing[0]!r}; add it")
+    return spec
+
+
+def kind(name: str) -> str:
+    """Return the kind of the suite called `name`."""
+    return read(folder(name))["kind"]
+
+
+def keys(kind_name: str) -> tuple[str, ...]:
+    """Return the keys of `evaluate:` that can change the scores of a kind."""
+    return get(kind_name).keys
+
+
+def outside_files(name: str) -> list[Path]:
+    """Return what the suite called `name` reads outside its folder; it may not exist."""
+    home = folder(name)
+    spec = read(home)
+    paths = [home / path for path in get(spec["kind"]).files(spec)]
+    return [path for path in paths if not path.resolve().is_relative_to(home.resolve())]
+
+
+def _nearest(name: object, known: Iterable[str]) -> str:
+    choices = list(known)
+    near = difflib.get_close_matches(str(name), choices, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}known: {', '.join(choices) or 'none'}"
+
+
+def _type_name(wanted: type | tuple[type, ...]) -> str:
+    types = wanted if isinstance(wanted, tuple) else (wanted,)
+    plain = {str: "text", int: "an integer", bool: "true or false", list: "a list"}
+    return " or ".join(plain.get(each, each.__name__) for each in types)
