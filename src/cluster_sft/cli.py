@@ -1,0 +1,243 @@
+"""The command `cluster-sft`: one subcommand per stage, and `run`, `ls`, `gc` over params.yaml.
+
+A stage on its own (`cluster-sft cluster --embeddings DIR --k 4 --out DIR`) never reads
+params.yaml. Every error that a user can cause is one line on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+
+from cluster_sft import housekeeping, plan, store, suites
+from cluster_sft.computing import compute_with
+from cluster_sft.errors import UserError
+from cluster_sft.nodes import Node, make_node, resolve_training
+from cluster_sft.params import Launch, Section, describe, load
+from cluster_sft.stages import STAGES
+
+INPUTS = {  # stage -> flag of an upstream leaf -> the stage that made it
+    "prepare": {},
+    "embed": {"dataset": "prepare"},
+    "cluster": {"embeddings": "embed"},
+    "select": {"clusters": "cluster", "dataset": "prepare"},
+    "train": {"subset": "select", "dataset": "prepare"},
+    "evaluate": {"dataset": "prepare"},
+}
+ABOUT = {
+    "prepare": "render, tokenise and label raw data",
+    "embed": "one forward pass: a gradient-proxy embedding of every sample",
+    "cluster": "capacity-constrained K-means on the embeddings",
+    "select": "choose rows of the clusters under one budget",
+    "train": "weighted data-parallel fine-tuning on a subset",
+    "evaluate": "score a model on a suite",
+}
+FILES = {"prepare": ("source",), "evaluate": ("suite",)}
+T = TypeVar("T", bound=Section)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line in one line, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return 0, 2 for what a user can mend, 1 for a defect of ours."""
+    try:
+        arguments = parser().parse_args(argv)
+        arguments.handler(arguments)
+    except UserError as error:
+        print(f"cluster-sft: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("cluster-sft: interrupted; run it again to resume", file=sys.stderr)
+        return 130
+    except Exception:
+        traceback.print_exc()
+        print("cluster-sft: a defect of ours; please report the lines above", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line: a subcommand per stage, run, ls and gc."""
+    top = _Parser(prog="cluster-sft", description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    for stage in STAGES:
+        _add_stage(commands.add_parser(stage, help=ABOUT[stage]), stage)
+    run = commands.add_parser("run", help="make one leaf of params.yaml hold its result")
+    run.add_argument("leaf", help="a path that `cluster-sft ls` lists")
+    run.add_argument("--expect", metavar="KEY", help="refuse to work if the key is another")
+    _add_files(run)
+    _add_launch(run)
+    run.set_defaults(handler=_run)
+    ls = commands.add_parser("ls", help="list leaves, keys, states and sizes")
+    _add_files(ls)
+    ls.set_defaults(handler=lambda a: housekeeping.show(load(a.params)))
+    gc = commands.add_parser("gc", help="delete kept results, orphans and scratch, after asking")
+    gc.add_argument("--yes", action="store_true", help="do not ask")
+    _add_files(gc)
+    gc.set_defaults(handler=lambda a: housekeeping.collect(load(a.params), ask=not a.yes))
+    return top
+
+
+def _add_files(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--params",
+        nargs="+",
+        type=Path,
+        default=[Path("params.yaml")],
+        metavar="FILE",
+        help="parameter files, later ones over earlier ones (default: params.yaml)",
+    )
+
+
+def _add_launch(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group(
+        "execution (changes no result; also CLUSTER_SFT_* variables)"
+    )
+    for name in Launch.model_fields:
+        group.add_argument(_flag(name), dest=f"launch_{name}", metavar="VALUE")
+
+
+def _add_stage(command: argparse.ArgumentParser, stage: str) -> None:
+    for role, maker in INPUTS[stage].items():
+        command.add_argument(
+            _flag(role), type=Path, required=True, metavar="DIR", help=f"leaf of {maker}"
+        )
+    if stage == "evaluate":
+        command.add_argument(
+            "--suite", type=Path, required=True, metavar="DIR", help="suite folder"
+        )
+        command.add_argument("--model", required=True, help="name, or directory of a trained model")
+    for name, field in STAGES[stage].params.model_fields.items():
+        if stage == "evaluate" and name == "model" or stage == "train" and name == "strategy":
+            continue
+        default = None if field.is_required() else field.default
+        shown = "required" if field.is_required() else f"default: {default}"
+        command.add_argument(
+            _flag(name), dest=name, required=field.is_required(), metavar="VALUE", help=shown
+        )
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="leaf to write")
+    _add_launch(command)
+    command.set_defaults(handler=_stage, stage=stage)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """Make one leaf hold its result."""
+    raw = load(arguments.params)
+    node = plan.at(arguments.leaf, raw)
+    if arguments.expect and not node.key.startswith(arguments.expect):
+        raise UserError(
+            f"{node.leaf}: expected key {arguments.expect}, got {node.key[:12]} from "
+            f"{', '.join(map(str, arguments.params))}; values given to snakemake with --config, or "
+            "edits since it started, are not in these files: use --configfile, and start it again"
+        )
+    store.WORK.mkdir(exist_ok=True)
+    _make(node, _launch(arguments, typed_launch(raw)), workspace=True)
+
+
+def typed_launch(raw: Mapping[str, Any]) -> Launch:
+    """Return the `launch:` section of raw parameters that were checked before."""
+    return Launch.model_validate(raw["launch"])
+
+
+def _make(node: Node, launch: Launch, *, workspace: bool) -> None:
+    start = time.monotonic()
+    outcome = store.make(node, compute_with(launch), workspace=workspace)
+    store.say(f"{outcome:>8} {node.leaf}  {node.key[:12]}  {time.monotonic() - start:.1f} s")
+
+
+def _stage(arguments: argparse.Namespace) -> None:
+    """Run one stage on its own."""
+    stage: str = arguments.stage
+    spec = STAGES[stage]
+    given = {n: getattr(arguments, n) for n in spec.params.model_fields if hasattr(arguments, n)}
+    params = _parse(spec.params, {n: v for n, v in given.items() if v is not None})
+    inputs = {
+        role: store.load_node(getattr(arguments, role), maker)
+        for role, maker in INPUTS[stage].items()
+    }
+    files = {name: Path(getattr(arguments, name)) for name in FILES.get(stage, ())}
+    modules, ignored = [spec.module], set(FILES.get(stage, ()))
+    if stage == "select":
+        modules.append(f"strategies.{given['strategy'] or 'cluster'}")
+    if stage == "train":
+        params = resolve_training(params, str(inputs["subset"].identity.get("strategy")))
+    if stage == "evaluate":
+        modules.append(f"suites.{suites.read(files['suite'])['kind']}")
+        params, trained = _evaluated(params, arguments.model)
+        inputs |= trained
+    model = getattr(params, "model", None)
+    if model and Path(model).is_dir():
+        files["model"] = Path(model)
+    node = make_node(
+        stage,
+        str(arguments.out),
+        params,
+        inputs=inputs,
+        files=files,
+        modules=modules,
+        ignored=ignored,
+    )
+    _make(node, _launch(arguments, Launch()), workspace=False)
+
+
+def _evaluated(params: Section, model: str) -> tuple[Section, dict[str, Node]]:
+    """Return the parameters and inputs for a model that is a leaf of train, or any other."""
+    if (Path(model) / "manifest.json").is_file():
+        return params, {"model": store.load_node(Path(model), "train")}
+    return params.model_copy(update={"model": model}), {}
+
+
+def _launch(arguments: argparse.Namespace, base: Launch) -> Launch:
+    """Return the execution settings: flags over CLUSTER_SFT_* variables over the file's."""
+    values: dict[str, Any] = {}
+    for name in Launch.model_fields:
+        text = getattr(arguments, f"launch_{name}") or os.environ.get(f"CLUSTER_SFT_{name.upper()}")
+        if text is not None:
+            values[name] = text
+    launch = _parse(Launch, {**base.model_dump(), **values})
+    return launch.model_copy(update={"threads": launch.threads or _threads()})
+
+
+def _threads() -> int:
+    """Return the threads a job may use: what the engine set for the rule, else the CPUs allowed."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return int(told) if told.isdigit() and int(told) else len(os.sched_getaffinity(0))
+
+
+def _parse(model: type[T], values: Mapping[str, Any]) -> T:
+    """Return typed parameters from flags, whose text is read as YAML where it is no string."""
+    parsed = {}
+    for name, value in values.items():
+        textual = model.model_fields[name].annotation is str or not isinstance(value, str)
+        parsed[name] = value if textual else _value(name, value)
+    try:
+        return model.model_validate(parsed)
+    except ValidationError as error:
+        raise UserError(f"--{describe(error, model)}") from error
+
+
+def _value(name: str, text: str) -> Any:
+    """Return a flag's text as the value it spells; `a=b,c=d` for a mapping."""
+    if name == "fields":
+        pairs = [p.partition("=") for p in text.split(",") if p]
+        return {key: value for key, _, value in pairs}
+
+    return YAML(typ="safe", pure=True).load(text)

@@ -1,0 +1,219 @@
+"""Nodes: one result each, with its leaf and its cache key.
+
+A key is the digest of everything that can change a result: the stage, its typed parameters, the
+keys of the nodes that it reads, its parsed code, the bytes of the files that it reads. The leaf's
+path spells the axes and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster_sft import digests, strategies, suites
+from cluster_sft.errors import UserError
+from cluster_sft.params import EvaluateRule, Params, Section, TrainParams, read_yaml, typed
+from cluster_sft.stages import BASE, CHAIN, NAMES, ROOT, STAGES, get, token
+
+CACHE = Path("work/digests")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One result: what makes it, where it lies, and the key that tells it from every other."""
+
+    stage: str
+    leaf: str
+    key: str
+    params: Section
+    inputs: dict[str, Node] = field(default_factory=dict)  # role -> the node read there
+    order: tuple[Node, ...] = ()  # must exist first, yet cannot change the result
+    files: dict[str, Path] = field(default_factory=dict)  # role -> file or folder read
+    code: str = ""
+    identity: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stamp(self) -> str:
+        """Return the path of the empty file that says: this leaf has this key."""
+        return f"{self.leaf}/{stamp_name(self.key)}"
+
+    @property
+    def parents(self) -> tuple[Node, ...]:
+        """Return every node that must exist before this one."""
+        return tuple(dict.fromkeys((*self.inputs.values(), *self.order)))
+
+    def __hash__(self) -> int:
+        return hash(self.stamp)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Node) and self.stamp == other.stamp
+
+
+def stamp_name(key: str) -> str:
+    """Return the stamp's file name for a key."""
+    return f"key-{key[:12]}"
+
+
+class Planner:
+    """Builds the nodes of one set of raw parameters; each is built once."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self.params: Params = typed(raw)
+        self._made: dict[tuple[str, str], Node] = {}
+
+    @property
+    def k(self) -> int:
+        """Return K: `auto` is the declared logical width, never the devices found."""
+        k = self.params.cluster.k
+        return self.params.train.workers if k == "auto" else k
+
+    def node(self, stage: str, strategy: str = "", suite: str = "") -> Node:
+        """Return the node of a stage, for a strategy and a suite where the stage has them."""
+        scope = strategy if stage in ("select", "train", "evaluate") else ""
+        found = self._made.get((stage, f"{scope}/{suite}"))
+        if found is None:
+            found = self._build(stage, scope, suite)
+            self._made[stage, f"{scope}/{suite}"] = found
+        return found
+
+    def _build(self, stage: str, strategy: str, suite: str) -> Node:
+        spec = STAGES[stage]
+        values = {p: self._value(k, strategy) for p, k in spec.keys.items()}
+        inputs, order = self._inputs(stage, strategy)
+        modules, files, dropped = [spec.module], {}, set[str]()
+        if stage == "prepare":
+            files["source"] = Path(values["source"])
+            dropped.add("source")
+        if stage == "select":
+            modules.append(f"strategies.{strategy}")
+            dropped |= set(strategies.get(strategy).ignores)
+        if stage == "evaluate":
+            files["suite"] = suites.folder(suite)
+            files |= {f"suite:{path}": path for path in suites.outside_files(suite)}
+            kind = suites.kind(suite)
+            modules.append(f"suites.{kind}")
+            dropped |= set(EvaluateRule.model_fields) - set(suites.keys(kind))
+            values["model"] = values["model"] if strategy == BASE else None
+        model = values.get("model")
+        if model and Path(model).is_dir():
+            files["model"] = Path(model)
+        params = spec.params.model_validate(
+            {k: v for k, v in values.items() if k in spec.params.model_fields}
+        )
+        if stage == "train":
+            params = resolve_training(params, strategy)
+            self._check_batch(params)
+        return make_node(
+            stage,
+            self.leaf(stage, strategy, suite),
+            params,
+            inputs=inputs,
+            order=order,
+            files=files,
+            modules=modules,
+            ignored=dropped,
+        )
+
+    def _value(self, key: str, strategy: str) -> Any:
+        if key == "strategy":
+            return strategy
+        return self.k if key == "cluster.k" else get(self.params.model_dump(), key)
+
+    def _check_batch(self, params: TrainParams) -> None:
+        if params.batches == "stratified" and params.global_batch_size < self.k:
+            raise UserError(
+                f"train.global_batch_size must be at least the number of clusters ({self.k}) for "
+                f"stratified batches, got {params.global_batch_size}"
+            )
+
+    def _inputs(self, stage: str, strategy: str) -> tuple[dict[str, Node], tuple[Node, ...]]:
+        if stage == "prepare":
+            return {}, ()
+        dataset = self.node("prepare")
+        if stage == "embed":
+            return {"dataset": dataset}, ()
+        if stage == "cluster":
+            return {"embeddings": self.node("embed")}, ()
+        if stage == "select":
+            clusters = self.node("cluster")
+            if "cluster" in strategies.get(strategy).ignores:
+                return {"dataset": dataset}, (clusters,)
+            return {"dataset": dataset, "clusters": clusters}, ()
+        if stage == "train":
+            return {"dataset": dataset, "subset": self.node("select", strategy)}, ()
+        trained = {} if strategy == BASE else {"model": self.node("train", strategy)}
+        return {"dataset": dataset, **trained}, ()
+
+    def leaf(self, stage: str, strategy: str = "", suite: str = "") -> str:
+        """Return the leaf's path: stage first, then one slug a stage that it builds on."""
+        known = {"strategy": strategy, "suite": suite}
+        if stage == "evaluate" and strategy == BASE:
+            parts = [BASE, suite]
+        else:
+            parts = [
+                NAMES.sub(lambda m: token(known.get(m[1]) or get(self.raw, m[1])), STAGES[s].slug)
+                for s in CHAIN[stage]
+            ]
+        return "/".join([ROOT, token(self.params.name), stage, *parts])
+
+
+def resolve_training(params: TrainParams, strategy: str) -> TrainParams:
+    """Return training's parameters with `auto` replaced by the strategy's preset."""
+    preset = strategies.get(strategy)
+    auto = {n: getattr(preset, n) for n in ("weights", "batches") if getattr(params, n) == "auto"}
+    return params.model_copy(update={**auto, "strategy": strategy})
+
+
+def make_node(
+    stage: str,
+    leaf: str,
+    params: Section,
+    *,
+    inputs: Mapping[str, Node],
+    order: tuple[Node, ...] = (),
+    files: Mapping[str, Path],
+    modules: list[str],
+    ignored: set[str] | frozenset[str] = frozenset(),
+    cache: Path = CACHE,
+) -> Node:
+    """Return the node with its key computed from all that can change its result."""
+    identity = {
+        k: _number(v) for k, v in params.model_dump(mode="json").items() if k not in ignored
+    }
+    code = digests.code_digest(modules)
+    key = digests.digest(
+        {
+            "stage": stage,
+            "params": identity,
+            "inputs": {role: node.key for role, node in inputs.items()},
+            "files": {role: content_digest(path, cache) for role, path in files.items()},
+            "code": code,
+        }
+    )
+    return Node(stage, leaf, key, params, dict(inputs), order, dict(files), code, identity)
+
+
+def _number(value: Any) -> Any:
+    """Return numbers as floats where that is exact, so that 1 and 1.0 make one key."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def content_digest(path: Path, cache: Path = CACHE) -> str:
+    """Return the digest of a file, a suite's folder or a model directory that a stage reads.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file; set the key that names it in params.yaml")
+    if path.is_dir():
+        is_model = (path / "config.json").is_file()
+        return (digests.sampled_digest if is_model else digests.tree_digest)(path, cache)
+    found = digests.file_digest(path, cache)
+    if path.suffix in (".yaml", ".yml") and read_yaml(path).get("corpus") == "python-stdlib":
+        return digests.digest([found, sys.version])  # this corpus is the interpreter's own library
+    return found

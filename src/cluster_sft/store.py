@@ -1,0 +1,284 @@
+"""Make a leaf hold the result of its node: reuse, restore, or compute beside and swap in.
+
+No result is ever overwritten: what a leaf held before moves to `work/kept/<its key>`, and going
+back to an old value moves it back. A leaf is complete if and only if its manifest exists, which is
+written after the payload; a leaf is *whole* if its payload has the digests of the manifest.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cluster_sft.artifacts import MANIFEST, read_json, write_json
+from cluster_sft.digests import digest, file_digest
+from cluster_sft.errors import UserError
+from cluster_sft.nodes import CACHE, Node, content_digest, stamp_name
+from cluster_sft.params import Section
+from cluster_sft.stages import ROOT
+
+WORK = Path("work")
+KEPT = WORK / "kept"
+SCHEMA = 1
+
+Compute = Callable[[Node, Path, Path], None]  # (node, out, scratch)
+
+
+def make(node: Node, compute: Compute, *, workspace: bool = True) -> str:
+    """Make `node.leaf` hold the node's result; return reused, restored or computed.
+
+    Args:
+        node: what to make.
+        compute: writes the payload into the empty folder `out`; `scratch` survives a kill.
+        workspace: whether kept results and leaves of equal key elsewhere are looked for; False for
+            a stage that runs on its own with an `--out` of any kind.
+
+    Raises:
+        UserError: an upstream leaf is missing or damaged, the disk is full, or the stage's own.
+    """
+    leaf = Path(node.leaf)
+    inputs = {role: input_digest(parent, role) for role, parent in node.inputs.items()}
+    if is_whole(leaf, node.key, inputs):
+        _renew_stamp(leaf, node.key)
+        return "reused"
+    if not workspace and leaf.exists() and any(leaf.iterdir()):
+        raise UserError(
+            f"--out {leaf}: holds another result or other files, and nothing is ever overwritten; "
+            "choose another folder or remove it"
+        )
+    partial = _partial(leaf, node.key)
+    home = WORK / node.key if workspace else partial.with_suffix(".scratch")
+    with _claimed(home) as scratch, _disk_errors(leaf):
+        if not _restore(node, leaf, partial, inputs, workspace):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            try:
+                compute(node, partial, scratch)
+                _seal(node, partial, inputs)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            outcome = "computed"
+        else:
+            outcome = "restored"
+        _swap_in(partial, leaf)
+        shutil.rmtree(scratch, ignore_errors=True)
+    return outcome
+
+
+def input_digest(node: Node, role: str = "input") -> str:
+    """Return the digest of an upstream leaf's payload, after checking that it is whole.
+
+    Raises:
+        UserError: it is missing, of another key, or its payload was truncated or altered.
+    """
+    leaf = Path(node.leaf)
+    if not (leaf / MANIFEST).is_file():
+        raise UserError(f"{leaf}: the {role} is not there; make it first: cluster-sft run {leaf}")
+    manifest = read_json(leaf / MANIFEST)
+    if manifest.get("key") != node.key:
+        raise UserError(
+            f"{leaf}: the {role} was made with other parameters, data or code (key "
+            f"{str(manifest.get('key'))[:12]}, wanted {node.key[:12]}); cluster-sft run {leaf}"
+        )
+    if fault := damage(leaf, manifest):
+        raise UserError(f"{leaf}: {fault}; remove the folder and run it again: it is made anew")
+    return digest(manifest["payload"])
+
+
+def damage(leaf: Path, manifest: dict[str, Any]) -> str | None:
+    """Return what is wrong with a leaf's payload against its manifest, None if nothing is."""
+    payload = manifest.get("payload")
+    if not isinstance(payload, dict):
+        return f"{MANIFEST} lists no payload"
+    for name, wanted in payload.items():
+        path = leaf / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if file_digest(path, CACHE) != wanted:
+            return f"{name} was truncated or altered after it was written"
+    return None
+
+
+def is_whole(leaf: Path, key: str, inputs: dict[str, str]) -> bool:
+    """Whether a leaf holds the result with this key, made of these inputs, undamaged."""
+    try:
+        manifest = json.loads((leaf / MANIFEST).read_text())
+        same = manifest["key"] == key and manifest["inputs"] == inputs
+        return same and damage(leaf, manifest) is None
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def leaf_key(leaf: Path) -> str | None:
+    """Return the key in a leaf's manifest, None if it has none."""
+    try:
+        return str(json.loads((leaf / MANIFEST).read_text())["key"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def load_node(leaf: Path, stage: str) -> Node:
+    """Return the node of an existing leaf from its manifest, for a stage that runs on its own.
+
+    Raises:
+        UserError: the folder is no complete leaf of that stage.
+    """
+    if not (leaf / MANIFEST).is_file():
+        raise UserError(f"{leaf}: no complete {stage} leaf there (it has no {MANIFEST})")
+    manifest = read_json(leaf / MANIFEST)
+    if manifest.get("stage") != stage:
+        raise UserError(f"{leaf}: must be a leaf of {stage}, got one of {manifest.get('stage')}")
+    params = manifest.get("params", {})
+    return Node(stage, str(leaf), manifest["key"], Section(), identity=params)
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes below a folder."""
+    return sum(p.lstat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def leaves(root: Path) -> Iterator[Path]:
+    """Yield every complete leaf below `root`."""
+    for path in sorted(root.rglob(MANIFEST)):
+        if not any(part.startswith(".") for part in path.parts):
+            yield path.parent
+
+
+def _seal(node: Node, out: Path, inputs: dict[str, str]) -> None:
+    """Write the manifest, then the stamp: their presence says that all before them is there."""
+    files = sorted(p for p in out.rglob("*") if p.is_file())
+    write_json(
+        out / MANIFEST,
+        {
+            "schema": SCHEMA,
+            "stage": node.stage,
+            "key": node.key,
+            "params": node.identity,
+            "inputs": inputs,
+            "files": {role: content_digest(path) for role, path in node.files.items()},
+            "code": node.code,
+            "payload": {p.relative_to(out).as_posix(): file_digest(p, CACHE) for p in files},
+        },
+    )
+    (out / stamp_name(node.key)).touch()
+
+
+def _renew_stamp(leaf: Path, key: str) -> None:
+    for old in leaf.glob("key-*"):
+        if old.name != stamp_name(key):
+            old.unlink()
+    (leaf / stamp_name(key)).touch()
+
+
+def _partial(leaf: Path, key: str) -> Path:
+    """Return where a leaf is built: on its own file system, outside every tracked folder."""
+    parts = leaf.parts
+    if len(parts) > 2 and parts[0] == ROOT:
+        return Path(ROOT, parts[1], ".partial", key)
+    return leaf.with_name(f".{leaf.name}.{key[:12]}.partial")
+
+
+def _restore(
+    node: Node, leaf: Path, partial: Path, inputs: dict[str, str], workspace: bool
+) -> bool:
+    """Put an existing result of this key into `partial`, whole; False if there is none."""
+    if is_whole(partial, node.key, inputs):
+        return True
+    if not workspace:
+        return False
+    kept = KEPT / node.key
+    if is_whole(kept, node.key, inputs):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(kept, partial)
+        return True
+    for stamp in Path(*leaf.parts[:3]).rglob(stamp_name(node.key)):
+        if stamp.parent != leaf and is_whole(stamp.parent, node.key, inputs):
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(stamp.parent, partial, copy_function=_link_or_copy)
+            return True
+    return False
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _swap_in(partial: Path, leaf: Path) -> None:
+    """Rename the finished result to its leaf; what is there moves to `work/kept`."""
+    if leaf.is_dir() and not any(leaf.iterdir()):
+        leaf.rmdir()
+    if leaf.exists():
+        shelf = KEPT / (leaf_key(leaf) or f"unknown-{digest(str(leaf))[:8]}")
+        while shelf.exists():
+            shelf = shelf.with_name(shelf.name + "+")
+        KEPT.mkdir(parents=True, exist_ok=True)
+        shutil.move(leaf, shelf)
+    leaf.parent.mkdir(parents=True, exist_ok=True)
+    partial.rename(leaf)
+    if partial.parent.name == ".partial" and not any(partial.parent.iterdir()):
+        partial.parent.rmdir()
+
+
+@contextmanager
+def _claimed(scratch: Path) -> Iterator[Path]:
+    """Hold `work/<key>/` for this process; a dead holder on this host is replaced.
+
+    Raises:
+        UserError: another live process on this host makes the same result.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    holder = scratch / "holder"
+    me = f"{socket.gethostname()} {os.getpid()}"
+    if holder.exists():
+        host, _, pid = holder.read_text().partition(" ")
+        if host == socket.gethostname() and pid.isdigit() and _alive(int(pid)):
+            raise UserError(
+                f"{scratch}: process {pid} is making this very result; wait for it or end it"
+            )
+    holder.write_text(me)
+    try:
+        yield scratch
+    finally:
+        holder.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()
+
+
+@contextmanager
+def _disk_errors(leaf: Path) -> Iterator[None]:
+    """Turn a full disk into the one line a user can act on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            raise UserError(
+                f"{leaf}: the disk is full, so nothing was written there; free space (`cluster-sft gc` "
+                "lists what can go) and run it again"
+            ) from error
+        raise
+
+
+def say(message: str) -> None:
+    """Tell the user on stderr."""
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,124 @@
+"""Selection strategies, one file each: what to keep, given the clusters and a budget.
+
+A file `NAME.py` here defines `STRATEGY` and nothing else need change: the registry finds it by its
+name, `select.strategies` accepts it, both engines schedule it, and the contract test covers it.
+
+Legend: N rows of the embedded data, K clusters.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from cluster_sft.errors import UserError
+
+
+class Rule(Protocol):
+    """The part of `select:` that a strategy may read."""
+
+    @property
+    def ranking(self) -> str: ...
+    @property
+    def downsample(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The rows to choose from.
+
+    Attributes:
+        label_N: int32, the cluster of each row; all 0 for a strategy that ignores clusters.
+        distance_N: float32, the distance to the full cluster's centroid.
+        last_N: bool, rows without a direction (||g(x)|| = 0): chosen when nothing else is left.
+    """
+
+    label_N: np.ndarray
+    distance_N: np.ndarray
+    last_N: np.ndarray
+
+    def members(self, cluster: int) -> np.ndarray:
+        """Return the rows of a cluster, ascending, int64."""
+        return np.flatnonzero(self.label_N == cluster)
+
+    def demote(self, rows: np.ndarray) -> np.ndarray:
+        """Return `rows` in the same order, those without a direction last."""
+        last = self.last_N[rows]
+        return np.concatenate([rows[~last], rows[last]])
+
+    def shuffled(self, cluster: int, seed: int) -> np.ndarray:
+        """Return a cluster's rows in the one random order that every draw is a prefix of.
+
+        One permutation per (seed, cluster), shared by down-sampling and random ranking, so that
+        subsets nest in the ratio.
+        """
+        rows = self.members(cluster)
+        return self.demote(np.random.default_rng([seed, cluster]).permutation(rows))
+
+    def by_distance(self, rows: np.ndarray, *, farthest_first: bool) -> np.ndarray:
+        """Return `rows` ordered by distance; ties go to the lower row."""
+        rows = np.sort(rows)
+        key = self.distance_N[rows]
+        return self.demote(rows[np.argsort(-key if farthest_first else key, kind="stable")])
+
+
+@dataclass(frozen=True)
+class Budget:
+    """K clusters, each cut to `n_min` rows, of which `m` are kept."""
+
+    k: int
+    n_min: int
+    m: int
+
+    @property
+    def rows(self) -> int:
+        """Return K m, the rows of every strategy under this budget."""
+        return self.k * self.m
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy: its rule of choice and the preset of batches and weights that goes with it.
+
+    Attributes:
+        choose: (pool, budget, trimmed, rule) -> rows int64, distinct, best first; `trimmed[c]` are
+            the rows of cluster c that `select.trim` leaves. `budget` is None if clusters are ignored.
+        batches: how its rows are cut into steps when `train.batches` is `auto`.
+        weights: how its rows are weighted when `train.weights` is `auto`.
+        ignores: parameters that cannot change its rows: `cluster` for the whole clustering, or
+            keys of `select:`; they stay out of its cache key.
+    """
+
+    choose: Callable[[Pool, Budget | None, list[np.ndarray], Rule], np.ndarray]
+    batches: Literal["random", "stratified"] = "random"
+    weights: Literal["none", "cluster"] = "none"
+    ignores: tuple[str, ...] = ()
+
+
+def names() -> list[str]:
+    """Return the names of all strategies, sorted."""
+    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem != "__init__")
+
+
+def get(name: str) -> Strategy:
+    """Return the strategy called `name`.
+
+    Raises:
+        UserError: there is none; the nearest name is given.
+    """
+    known = names()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "pick one of the known"
+        raise UserError(
+            f"select.strategies: unknown strategy {name!r}; {hint} known: {', '.join(known)}"
+        )
+    return importlib.import_module(f"{__name__}.{name}").STRATEGY

@@ -1,0 +1,33 @@
+"""CluSTER: balance the clusters, keep of each what its centroid represents least.
+
+Every cluster is cut to `n_min` rows, at random or by the ranking itself (`select.downsample`), and
+the best `m` by `select.ranking` are kept: `peripheral` (farthest from the centroid), `core`
+(nearest) or `random`. Distances are to the full cluster's centroid. The loss is weighted by
+w_c = n_c K / N, so that the expected update is that of the full data.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cluster_sft.strategies import Budget, Pool, Rule, Strategy
+
+
+def choose(pool: Pool, budget: Budget | None, trimmed: list[np.ndarray], rule: Rule) -> np.ndarray:
+    """Return m rows of every cluster, best first."""
+    assert budget is not None
+    kept = [_keep(pool, budget, c, rows, rule) for c, rows in enumerate(trimmed)]
+    return np.concatenate(kept)
+
+
+def _keep(pool: Pool, budget: Budget, cluster: int, rows: np.ndarray, rule: Rule) -> np.ndarray:
+    order = pool.shuffled(cluster, rule.seed)
+    order = order[np.isin(order, rows, assume_unique=True)]
+    if rule.ranking == "random":
+        return order[: budget.m]
+    if rule.downsample == "random":
+        rows = order[: budget.n_min]
+    return pool.by_distance(rows, farthest_first=rule.ranking == "peripheral")[: budget.m]
+
+
+STRATEGY = Strategy(choose, batches="stratified", weights="cluster")

@@ -1,0 +1,51 @@
+"""The plan of the parameter files that Snakemake was given, and what rules ask of it."""
+
+import sys
+from pathlib import Path
+
+from cluster_sft import plan
+from cluster_sft.errors import UserError
+from cluster_sft.params import load
+
+PARAMS = [Path(p) for p in dict.fromkeys(["params.yaml", *map(str, workflow.configfiles)])]
+
+try:
+    PARAMETERS = load(PARAMS)
+    TARGET = plan.target(PARAMETERS)
+    NODES = plan.ancestry(TARGET)
+except UserError as error:
+    sys.exit(f"cluster-sft: {error}")
+
+THREADS = PARAMETERS["launch"]["threads"] or workflow.cores or 1
+
+# `tee` shows progress and keeps it; pipefail, which Snakemake sets, keeps the exit status.
+RUN = (
+    "cluster-sft run $(dirname {output}) --expect {wildcards.key} --params {params.files}"
+    " 2>&1 | tee {log}"
+)
+
+
+wildcard_constraints:
+    name="[A-Za-z0-9.-]+",
+    slugs="[A-Za-z0-9._/-]+",
+    key="[0-9a-f]{12}",
+
+
+def upstream(stage):
+    """Return the input function of a stage: the stamps of what its leaf is made of.
+
+    `ancient`, because a stamp's name holds the key: what is upstream of a changed key has another
+    name, and a stamp that exists is never out of date.
+    """
+
+    def stamps(wildcards):
+        slugs = f"/{wildcards.slugs}" if hasattr(wildcards, "slugs") else ""
+        stamp = f"results/{wildcards.name}/{stage}{slugs}/key-{wildcards.key}"
+        return [ancient(parent.stamp) for parent in NODES[stamp].parents]
+
+    return stamps
+
+
+def files(wildcards):
+    """Return the parameter files as the command line takes them."""
+    return " ".join(map(str, PARAMS))
