@@ -40,7 +40,7 @@ def assign(cost: ArrayLike, capacity: ArrayLike) -> NDArray[np.int32]:
     limits = _checked_capacity(capacity, n_rows=table.shape[0], n_clusters=table.shape[1])
     if not len(table):
         return np.empty(0, np.int32)
-    if not np.isfinite(2 * np.abs(table).max()):
+    if np.abs(table).max() > 0.5 * np.finfo(float).max:
         table = table * 0.25  # differences of the largest floats overflow; the optimum is the same
     return solve(table, limits)[0]
 
@@ -117,9 +117,7 @@ def _checked_cost(cost: ArrayLike) -> NDArray[np.float64]:
     return table
 
 
-def _checked_capacity(
-    capacity: ArrayLike, *, n_rows: int, n_clusters: int
-) -> NDArray[np.int64]:
+def _checked_capacity(capacity: ArrayLike, *, n_rows: int, n_clusters: int) -> NDArray[np.int64]:
     limits = np.asarray(capacity)
     if limits.dtype.kind not in "iu" or limits.shape not in ((), (n_clusters,)):
         raise UserError(

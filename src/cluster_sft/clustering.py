@@ -144,9 +144,7 @@ def constrained_kmeans(
     return _canonical(fit, capacity=capacity, seed=seed)
 
 
-def run(
-    params: ClusterParams, *, embed: Path, out: Path, scratch: Path, launch: Launch
-) -> None:
+def run(params: ClusterParams, *, embed: Path, out: Path, scratch: Path, launch: Launch) -> None:
     """Cluster the embeddings of the leaf `embed` into `out`."""
     embeddings, samples = artifacts.read_embeddings(embed)
     found = constrained_kmeans(

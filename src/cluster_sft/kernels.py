@@ -27,7 +27,11 @@ from numba.extending import intrinsic
 TILE = 4  # rows x centroids held in registers at a time
 CHUNK = 32  # rows that share a panel of centroids
 PANEL_VALUES = 65536  # centroid values of a panel: 512 KiB, which stay in the second-level cache
-SUMMATION = {"reassoc", "contract", "nsz"}  # lets a sum run in vector lanes; NaN and inf still count
+SUMMATION = {
+    "reassoc",
+    "contract",
+    "nsz",
+}  # lets a sum run in vector lanes; NaN and inf still count
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

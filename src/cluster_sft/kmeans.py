@@ -82,9 +82,7 @@ class Lloyd:
 
     def step(self) -> int:
         """Assign, then move the centroids to their means; return the labels that changed."""
-        labels, self.prices = assignment.solve(
-            self.cost, self.capacity, self.prices, additive=True
-        )
+        labels, self.prices = assignment.solve(self.cost, self.capacity, self.prices, additive=True)
         _fill_empty(labels, self.cost)
         changed = np.flatnonzero(labels != self.labels)
         self.table.move_rows(changed, self.labels[changed], labels[changed], self.sums)
@@ -113,9 +111,7 @@ class Lloyd:
         return Fit(self.labels, self.centers, self.prices, self.cost, float(own.sum()), n_iter)
 
 
-def seed_centers(
-    table: Table, *, k: int, rng: np.random.Generator
-) -> NDArray[np.float64]:
+def seed_centers(table: Table, *, k: int, rng: np.random.Generator) -> NDArray[np.float64]:
     """Return K rows as float64, drawn by greedy k-means++.
 
     Arthur and Vassilvitskii, "k-means++: the advantages of careful seeding", SODA 2007: each next

@@ -62,7 +62,9 @@ class Table:
 
     def square_norms(self, rows: NDArray[np.int64], out: NDArray[np.float64]) -> None:
         """Write the squared norms of `rows` into out (N,)."""
-        self._share(rows.size, PIECE_ROWS, lambda a, b: kernels.square_norms(self.x, rows[a:b], out))
+        self._share(
+            rows.size, PIECE_ROWS, lambda a, b: kernels.square_norms(self.x, rows[a:b], out)
+        )
 
     def square_distances(
         self,
