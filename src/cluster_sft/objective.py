@@ -98,7 +98,7 @@ class RowLoss(nn.Module):
         self.full_logits = full_logits
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
-        """Return sum_t l_it in nats, (B,), float32 or the model's wider dtype, from (B, T) int64."""
+        """Return sum_t l_it in nats, (B,) float32 or wider, from (B, T) int64 inputs."""
         marked = supervised_positions(labels, attention_mask)
         targets = labels.roll(-1, dims=1)[marked]
         if self.full_logits:

@@ -1,0 +1,215 @@
+"""Start worker processes of this package through `accelerate launch`, with nothing left to chance.
+
+A job is a JSON file in the stage's scratch folder. The parent writes it, starts the workers with
+explicit numbers (a user's own accelerate settings never apply) and waits; what they print goes to
+a log file beside the job. A worker reports an error that a user can cause through a JSON file and
+exit status 2; any other end is a defect and names the log.
+
+Reads and writes, in scratch: job.json, accelerate.yaml, workers.log, error.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster_sft.errors import UserError
+
+JOB = "job.json"
+LOG = "workers.log"
+ERROR = "error.json"
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 10.0
+USER_ERROR_STATUS = 2
+# What describes other workers: our own parent's, or those of srun, mpirun and torchrun around it.
+# accelerate would believe it (a PMI_SIZE of 1 makes every worker train alone).
+FOREIGN = ("ACCELERATE_", "FSDP_", "PMI_", "PMIX_", "OMPI_COMM_", "MV2_COMM_", "TORCHELASTIC_")
+FOREIGN_NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+def launch(
+    module: str,
+    job: Mapping[str, Any],
+    *,
+    processes: int,
+    threads: int | None,
+    use_gpu: bool,
+    scratch: Path,
+    on_poll: Callable[[], None],
+) -> None:
+    """Run `python -m module JOB` in `processes` processes and wait for them.
+
+    Args:
+        module: dotted name of a module of this package that calls `work`.
+        job: JSON values for the workers; `processes` is added.
+        processes: of one machine.
+        threads: CPU threads of all processes together; None for all that this process may use.
+        use_gpu: one GPU per process; otherwise CPU.
+        scratch: folder of the job; it survives a kill.
+        on_poll: called twice a second while the workers run, and once after them.
+
+    Raises:
+        UserError: a worker reported one.
+        RuntimeError: the workers ended otherwise; the message names their log.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    (scratch / ERROR).unlink(missing_ok=True)
+    parent = {"pid": os.getpid(), "started": psutil.Process().create_time()}
+    (scratch / JOB).write_text(json.dumps({**job, "processes": processes, "parent": parent}))
+    command = accelerate_command(
+        module, processes=processes, use_gpu=use_gpu, scratch=scratch, port=_free_port()
+    )
+    environment = worker_environment(processes=processes, threads=threads, use_gpu=use_gpu)
+    with (scratch / LOG).open("ab") as log:
+        # A session of its own, so that one signal ends launcher and workers together.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None:
+                on_poll()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=POLL_SECONDS)
+            on_poll()
+        finally:
+            _stop(process)
+    if (scratch / ERROR).is_file():
+        raise UserError(json.loads((scratch / ERROR).read_text())["message"])
+    if process.returncode != 0:
+        raise RuntimeError(
+            f"{module}: the worker processes failed (exit {process.returncode}); "
+            f"their log is {scratch / LOG} and ends with:\n{_tail(scratch / LOG)}"
+        )
+
+
+def accelerate_command(
+    module: str, *, processes: int, use_gpu: bool, scratch: Path, port: int
+) -> list[str]:
+    """Return the `accelerate launch` command line; its config file is written to `scratch`.
+
+    Several processes need `--multi_gpu` on CPUs too: with `--cpu` accelerate 1.15 starts a single
+    process and says nothing.
+    """
+    several = processes > 1
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU" if several else "NO",
+        "machine_rank": 0,
+        "mixed_precision": "no",
+        "num_machines": 1,
+        "num_processes": processes,
+        "use_cpu": not use_gpu,
+    }
+    path = scratch / "accelerate.yaml"
+    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in config.items()))
+    return [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--config_file", str(path)),
+        *("--num_processes", str(processes)),
+        *("--num_machines", "1"),
+        *("--mixed_precision", "no"),
+        *("--dynamo_backend", "no"),
+        *(("--multi_gpu", "--main_process_port", str(port)) if several else ()),
+        *("--module", module, str(scratch / JOB)),
+    ]
+
+
+def worker_environment(*, processes: int, threads: int | None, use_gpu: bool) -> dict[str, str]:
+    """Return the workers' environment: this one's, with threads divided and the device stated."""
+    total = threads or _available_threads()
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(FOREIGN) and name not in FOREIGN_NAMES
+    }
+    path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": str(max(1, total // processes)),
+        "ACCELERATE_USE_CPU": str(not use_gpu).lower(),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def work(run: Callable[[dict[str, Any]], None]) -> None:
+    """Be a worker: read the job named on the command line, run it, report a UserError.
+
+    The worker ends itself soon after the stage or the launcher is gone: a killed stage must not
+    leave workers behind that write to its scratch folder.
+    """
+    path = Path(sys.argv[1])
+    job = json.loads(path.read_text())
+    threading.Thread(target=_watch, args=(job["parent"],), daemon=True).start()
+    try:
+        run(job)
+    except UserError as error:
+        beside = path.with_name(f"{ERROR}.{os.getpid()}")
+        beside.write_text(json.dumps({"message": str(error)}))
+        beside.replace(path.with_name(ERROR))
+        sys.exit(USER_ERROR_STATUS)
+
+
+def _watch(parent: Mapping[str, Any]) -> None:
+    launcher = os.getppid()
+    while _is_alive(parent) and os.getppid() == launcher:
+        time.sleep(POLL_SECONDS)
+    os._exit(1)
+
+
+def _is_alive(parent: Mapping[str, Any]) -> bool:
+    """Whether the process lives; its start time tells it from a later one of the same number."""
+    try:
+        process = psutil.Process(parent["pid"])
+        same = abs(process.create_time() - parent["started"]) < 1.0
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher and its workers if they still run."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE_SECONDS)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _available_threads() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _tail(path: Path, lines: int = 20) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

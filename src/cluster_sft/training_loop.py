@@ -1,0 +1,198 @@
+"""The training loop: what one worker process does in every step.
+
+Gradients accumulate over a process's micro-batches and are averaged by DDP on the last one. The
+step's denominator is global and lies in the coefficients, so nothing here divides.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from cluster_sft.batching import BatchPlan
+from cluster_sft.checkpoints import save_checkpoint
+from cluster_sft.errors import UserError
+from cluster_sft.optimizers import learning_rate, warmup_length
+from cluster_sft.training_rows import TrainingRows, collate
+from cluster_sft.workload import MicroBatch, split_step
+
+if TYPE_CHECKING:
+    from cluster_sft.params import Launch, TrainParams
+
+TRAIN_LOG = "train_log.jsonl"
+
+
+@dataclass
+class Session:
+    """One worker process's view of a run; everything but `accelerator` is alike in all."""
+
+    accelerator: Accelerator
+    row_loss: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    rows: TrainingRows
+    plan: BatchPlan
+    params: TrainParams
+    launch: Launch
+    scratch: Path
+    identity: str
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.scratch / "checkpoints"
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a train log, one per finished step; a torn last line is left out."""
+    if not path.is_file():
+        return []
+    whole, _, _ = path.read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def train(session: Session, done: int) -> None:
+    """Run the steps from `done` on, logging each and saving a checkpoint every so often.
+
+    Raises:
+        UserError: a loss or a gradient is not finite.
+    """
+    writer = None
+    if session.accelerator.is_main_process:
+        writer = SummaryWriter(str(session.scratch / "tensorboard"), purge_step=done + 1)
+    saved = time.monotonic()
+    interval = 60 * session.launch.checkpoint_minutes
+    for index in range(done, len(session.plan)):
+        entry, is_due = _run_step(session, index, is_due=time.monotonic() - saved >= interval)
+        if writer is not None:
+            _log(session.scratch / TRAIN_LOG, entry, writer)
+        if is_due and index + 1 < len(session.plan):
+            save_checkpoint(
+                session.accelerator,
+                session.checkpoints,
+                step=index + 1,
+                identity=session.identity,
+            )
+            saved = time.monotonic()
+    if writer is not None:
+        writer.close()
+
+
+def _run_step(session: Session, index: int, *, is_due: bool) -> tuple[dict[str, Any], bool]:
+    """Take one optimizer step; return its log entry and whether any process's clock is due."""
+    started = time.perf_counter()
+    accelerator, params, rows = session.accelerator, session.params, session.rows
+    step = session.plan[index]
+    shares = split_step(
+        step,
+        lengths=rows.lengths_N,
+        n_tokens=rows.n_tokens_N,
+        processes=accelerator.num_processes,
+        loss_reduction=params.loss_reduction,
+        micro_batch=session.launch.micro_batch,
+        batch_tokens=session.launch.batch_tokens,
+    )
+    local, row_losses = _accumulate(session, shares[accelerator.process_index])
+    facts = torch.stack([local, torch.full_like(local, float(is_due))])
+    loss, due = accelerator.reduce(facts, reduction="sum").tolist()
+    if not math.isfinite(loss):
+        _raise_not_finite(session, index, row_losses)
+    norm = accelerator.clip_grad_norm_(
+        session.row_loss.parameters(), params.max_grad_norm or math.inf
+    )
+    norm = float(norm)
+    if not math.isfinite(norm):
+        _raise_not_finite(session, index, row_losses)
+    rate = _learning_rate(session, index)
+    for group in session.optimizer.param_groups:
+        group["lr"] = rate
+    session.optimizer.step()
+    session.optimizer.zero_grad(set_to_none=True)
+    entry = {
+        "step": index + 1,
+        "epoch": round((index + 1) / session.plan.steps_per_epoch, 6),
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": rate,
+        **rows.describe(step),
+        "seconds": time.perf_counter() - started,
+    }
+    return entry, due > 0
+
+
+def _accumulate(
+    session: Session, share: list[MicroBatch]
+) -> tuple[Tensor, list[tuple[MicroBatch, Tensor]]]:
+    """Backpropagate a process's share of a step.
+
+    Returns the sum of its weighted losses, float64, and the losses of every micro-batch's rows.
+    """
+    accelerator = session.accelerator
+    total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    seen = []
+    for number, micro in enumerate(share, start=1):
+        is_last = number == len(share)
+        with nullcontext() if is_last else accelerator.no_sync(session.row_loss):
+            with _autocast(session):
+                losses = session.row_loss(
+                    *collate(session.rows, micro.rows, device=accelerator.device)
+                )
+            coefficients = torch.from_numpy(micro.coefficients).to(losses)
+            weighted = (coefficients * losses).sum()
+            # DDP averages over processes; the step's loss is their sum.
+            accelerator.backward(accelerator.num_processes * weighted)
+        total += weighted.detach()
+        seen.append((micro, losses.detach()))
+    return total, seen
+
+
+def _autocast(session: Session) -> torch.autocast:
+    enabled = session.params.precision == "bf16"
+    return torch.autocast(session.accelerator.device.type, torch.bfloat16, enabled=enabled)
+
+
+def _learning_rate(session: Session, index: int) -> float:
+    params, steps = session.params, len(session.plan)
+    warmup = warmup_length(
+        steps, warmup_steps=params.warmup_steps, warmup_ratio=params.warmup_ratio
+    )
+    return learning_rate(
+        index, peak=params.learning_rate, steps=steps, warmup=warmup, scheduler=params.scheduler
+    )
+
+
+def _raise_not_finite(
+    session: Session, index: int, row_losses: list[tuple[MicroBatch, Tensor]]
+) -> NoReturn:
+    """Raise on all processes together, naming the rows at fault, or the step's rows."""
+    bad = [
+        session.rows.selection.ids[row]
+        for micro, losses in row_losses
+        for row, loss in zip(micro.rows, losses.tolist(), strict=True)
+        if not math.isfinite(loss)
+    ]
+    ids = sorted(set(gather_object(bad)))
+    what = "loss" if ids else "gradient"
+    ids = ids or [session.rows.selection.ids[r] for rows, _ in session.plan[index] for r in rows]
+    raise UserError(
+        f"train: the {what} of step {index + 1} of {len(session.plan)} is not finite, rows "
+        f"{', '.join(ids[:5])}{' ...' if len(ids) > 5 else ''}; lower train.learning_rate, or look "
+        "at these rows and at the model's weights"
+    )
+
+
+def _log(path: Path, entry: dict[str, Any], writer: SummaryWriter) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+    for name in ("loss", "grad_norm", "lr"):
+        writer.add_scalar(f"train/{name}", entry[name], entry["step"])

@@ -1,0 +1,125 @@
+"""Starting workers: what they are told, how they fail, and that they never outlive their stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from cluster_sft.errors import UserError
+from cluster_sft.launching import launch, worker_environment
+
+PROGRAM = """
+    import os, time, torch
+    from pathlib import Path
+    from accelerate import Accelerator
+    from cluster_sft.errors import UserError
+    from cluster_sft.launching import work
+
+    def run(job):
+        folder = Path(job["folder"])
+        accelerator = Accelerator(cpu=True)
+        rank = accelerator.process_index
+        (folder / f"rank-{rank}").write_text(f"{os.getpid()} {accelerator.num_processes}")
+        (folder / f"threads-{rank}").write_text(str(torch.get_num_threads()))
+        if job["end"] == "user error":
+            raise UserError("row 7 is\\nbad")
+        if job["end"] == "defect":
+            raise KeyError("lost")
+        while job["end"] == "never":
+            time.sleep(0.1)
+
+    if __name__ == "__main__":
+        work(run)
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Launch the little program above with the given end; return the folder it writes to."""
+    (tmp_path / "little_program.py").write_text(textwrap.dedent(PROGRAM))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def start(end, *, processes=1):
+        launch(
+            "little_program",
+            {"end": end, "folder": str(tmp_path)},
+            processes=processes,
+            threads=2,
+            use_gpu=False,
+            scratch=tmp_path / "scratch",
+            on_poll=lambda: None,
+        )
+        return tmp_path
+
+    return start
+
+
+@pytest.mark.timeout(180)
+def test_launch_two_processes_form_one_group_and_share_the_threads(start):
+    folder = start("well", processes=2)
+    assert [(folder / f"rank-{r}").read_text().split()[1] for r in (0, 1)] == ["2", "2"]
+    assert [(folder / f"threads-{r}").read_text() for r in (0, 1)] == ["1", "1"]
+
+
+@pytest.mark.timeout(180)
+def test_launch_user_error_of_a_worker_is_one_of_the_parent(start):
+    with pytest.raises(UserError, match=r"^row 7 is bad$"):
+        start("user error")
+
+
+@pytest.mark.timeout(180)
+def test_launch_defect_of_a_worker_names_the_log(start):
+    with pytest.raises(RuntimeError, match=r"workers\.log") as caught:
+        start("defect")
+    assert "KeyError" in str(caught.value)
+
+
+@pytest.mark.timeout(180)
+def test_launch_killed_parent_leaves_no_workers(tmp_path):
+    (tmp_path / "little_program.py").write_text(textwrap.dedent(PROGRAM))
+    code = (
+        "from pathlib import Path; from cluster_sft.launching import launch; "
+        f"launch('little_program', {{'end': 'never', 'folder': {str(tmp_path)!r}}}, processes=2, "
+        f"threads=2, use_gpu=False, scratch=Path({str(tmp_path)!r}), on_poll=lambda: None)"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
+    marks = [tmp_path / "rank-0", tmp_path / "threads-1"]
+    wait_until(lambda: all(mark.exists() for mark in marks), seconds=120)
+    workers = [int((tmp_path / f"rank-{r}").read_text().split()[0]) for r in (0, 1)]
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_until(lambda: not any(is_running(pid) for pid in workers), seconds=30)
+
+
+def test_environment_around_does_not_describe_the_workers(monkeypatch):
+    for name in ("WORLD_SIZE", "PMI_SIZE", "ACCELERATE_MIXED_PRECISION", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    environment = worker_environment(processes=2, threads=8, use_gpu=False)
+    assert not {"WORLD_SIZE", "PMI_SIZE", "ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} & set(
+        environment
+    )
+    assert environment["OMP_NUM_THREADS"] == "4"
+    assert json.loads(environment["ACCELERATE_USE_CPU"]) is True
+
+
+def is_running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition, *, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
