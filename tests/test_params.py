@@ -1,0 +1,91 @@
+"""params.yaml: types, faults in one line, YAML 1.2 numbers, the comment beside each key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cluster_sft import params
+from cluster_sft.errors import UserError
+
+SHIPPED = Path(__file__).parents[1] / "params.yaml"
+MINIMAL = {"name": "n", "data": {"source": "s"}, "model": {"name": "m"}}
+
+
+@pytest.mark.parametrize(
+    ("over", "told"),
+    [
+        ({"clutser": {}}, ["'clutser'", "did you mean 'cluster'"]),
+        ({"cluster": {"alhpa": 1.5}}, ["'cluster.alhpa'", "did you mean 'alpha'"]),
+        ({"cluster": {"alpha": 0.9}}, ["cluster.alpha", "equal to 1", "0.9"]),
+        ({"cluster": {"alpha": "1.5"}}, ["cluster.alpha", "number", "'1.5'"]),
+        ({"cluster": {"k": 0}}, ["cluster.k", "auto", "greater than 0", "got 0"]),
+        ({"cluster": {"n_init": True}}, ["cluster.n_init", "integer", "True"]),
+        ({"select": {"ratio": 0}}, ["select.ratio", "greater than 0", "got 0"]),
+        ({"select": {"ratio": 1.01}}, ["select.ratio", "equal to 1", "1.01"]),
+        ({"select": {"trim": 1}}, ["select.trim", "less than 1", "got 1"]),
+        ({"select": {"strategies": ["a", "a"]}}, ["select.strategies", "twice"]),
+        ({"select": {"ranking": "far"}}, ["select.ranking", "peripheral", "'far'"]),
+        ({"train": {"global_batch_size": 6}}, ["multiple of workers (4)", "got 6"]),
+        ({"train": {"warmup_steps": 1, "warmup_ratio": 0.1}}, ["exclude each other"]),
+        ({"name": "a b"}, ["name", "[A-Za-z0-9.-]+", "'a b'"]),
+        ({"data": {"holdout": float("nan")}}, ["data.holdout", "nan"]),
+        ({"launch": {"processes": -1}}, ["launch.processes", "-1"]),
+    ],
+)
+def test_params_faulty_value_is_one_line_with_key_rule_and_value(over, told):
+    with pytest.raises(UserError) as caught:
+        params.typed(params.merge(MINIMAL, over), where="p.yaml")
+    message = str(caught.value)
+    assert message.startswith("p.yaml: ") and "\n" not in message
+    assert [t for t in told if t not in message] == []
+
+
+def test_params_missing_key_is_named_with_its_default(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text(re.sub(r"\n  alpha: .*", "", SHIPPED.read_text()))
+    with pytest.raises(UserError, match=r"'cluster\.alpha' is missing; add it \(default: 1\.5\)"):
+        params.load([path])
+
+
+def test_params_exponent_without_point_is_a_number(tmp_path):
+    path = tmp_path / "p.yaml"
+    path.write_text("a: 1e-5\nb: 010\nc: yes\n")
+    assert params.read_yaml(path) == {"a": 1e-5, "b": 10, "c": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("a: [1\n", "not valid YAML"), ("- 1\n", "mapping"), ("a: 1\na: 2\n", "not valid YAML")],
+)
+def test_params_broken_file_is_one_line(tmp_path, text, told):
+    path = tmp_path / "p.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=told) as caught:
+        params.read_yaml(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_params_missing_file_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"none\.yaml: no such file"):
+        params.load([tmp_path / "none.yaml"])
+
+
+def test_params_later_file_replaces_lists_and_merges_sections():
+    over = {"select": {"strategies": ["full"]}, "sweep": {"cluster.k": [2]}}
+    merged = params.merge(
+        {"select": {"strategies": ["a", "b"], "ratio": 0.5}, "sweep": {"x": [1]}}, over
+    )
+    assert merged == {
+        "select": {"strategies": ["full"], "ratio": 0.5},
+        "sweep": {"cluster.k": [2]},
+    }
+
+
+def test_params_every_shipped_key_has_a_comment():
+    lines = SHIPPED.read_text().splitlines()
+    keys = [i for i, line in enumerate(lines) if re.match(r" *[a-z_0-9]+:", line)]
+    bare = [lines[i] for i in keys if "#" not in lines[i] and "#" not in lines[i - 1]]
+    assert bare == []

@@ -1,0 +1,207 @@
+"""Selection: budgets on exact decimals, rankings, nesting, the contract of every strategy."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import polars as pl
+import pytest
+
+from cluster_sft import artifacts, selection, strategies
+from cluster_sft.errors import UserError
+from cluster_sft.params import Launch, SelectParams
+from cluster_sft.strategies import Budget, Pool
+
+
+def make_pool(sizes=(9, 6, 5), seed=0, zero=()):
+    rng = np.random.default_rng(seed)
+    label_N = rng.permutation(np.repeat(np.arange(len(sizes)), sizes)).astype(np.int32)
+    last_N = np.isin(np.arange(len(label_N)), zero)
+    return Pool(label_N, rng.integers(0, 4, len(label_N)).astype(np.float32), last_N)
+
+
+def rule(ranking="peripheral", downsample="random", seed=0):
+    return SimpleNamespace(ranking=ranking, downsample=downsample, seed=seed)
+
+
+def choose(name, pool, ratio=0.5, share=0.0, **settings):
+    trimmed = selection.trim(pool, int(pool.label_N.max()) + 1, share)
+    budget = selection.budget_of(trimmed, ratio)
+    return strategies.get(name).choose(pool, budget, trimmed, rule(**settings)), budget
+
+
+@pytest.mark.parametrize(
+    ("n_min", "ratio", "m"), [(5, 0.5, 3), (7, 0.5, 4), (100, 0.285, 29), (200, 0.575, 115), (3, 1, 3)]
+)
+def test_budget_rounds_half_up_on_the_decimal(n_min, ratio, m):
+    assert selection.budget_of([np.arange(n_min)] * 2, ratio) == Budget(k=2, n_min=n_min, m=m)
+
+
+def test_budget_of_no_row_is_refused_with_the_remedy():
+    with pytest.raises(UserError, match=r"select\.ratio.*\(4 rows\), got 0\.1.*raise the ratio"):
+        selection.budget_of([np.arange(9), np.arange(4)], 0.1)
+
+
+def test_trim_drops_the_floor_of_the_farthest_and_rows_without_direction_first():
+    pool = Pool(
+        np.zeros(5, np.int32),
+        np.array([5, 1, 4, 4, 0], np.float32),
+        np.array([False, False, False, False, True]),
+    )
+    assert [selection.trim(pool, 1, s)[0].tolist() for s in (0.0, 0.2, 0.4, 0.6, 0.79)] == [
+        [0, 1, 2, 3, 4],
+        [0, 1, 2, 3],
+        [1, 2, 3],
+        [1, 2],
+        [1, 2],
+    ]
+
+
+@pytest.mark.parametrize("downsample", ["random", "strategy"])
+@pytest.mark.parametrize("ranking", ["peripheral", "core", "random"])
+@pytest.mark.parametrize("name", strategies.names())
+def test_strategy_keeps_the_contract(name, ranking, downsample):
+    pool = make_pool(zero=(3,))
+    settings = {"ranking": ranking, "downsample": downsample, "seed": 1}
+    chosen, budget = choose(name, pool, **settings)
+    again, _ = choose(name, pool, **settings)
+    wanted = len(pool.label_N) if name == "full" else budget.rows
+    assert len(set(chosen.tolist())) == len(chosen) == wanted
+    assert set(chosen.tolist()) <= set(range(len(pool.label_N)))
+    assert chosen.tolist() == again.tolist()
+
+
+@pytest.mark.parametrize("name", [n for n in strategies.names() if n != "full"])
+def test_strategy_declares_truly_what_it_ignores(name):
+    pool, ignored = make_pool(), set(strategies.get(name).ignores)
+    changed = {
+        "ranking": {"ranking": "core"},
+        "downsample": {"downsample": "strategy"},
+        "seed": {"seed": 5},
+    }
+    base = choose(name, pool)[0].tolist()
+    differing = {key for key, over in changed.items() if choose(name, pool, **over)[0].tolist() != base}
+    assert differing == set(changed) - ignored
+
+
+@pytest.mark.parametrize(("ranking", "kept"), [("peripheral", [3, 1]), ("core", [0, 2])])
+def test_cluster_by_strategy_keeps_farthest_or_nearest_ties_to_lower_row(ranking, kept):
+    pool = Pool(np.zeros(4, np.int32), np.array([1, 3, 1, 9], np.float32), np.zeros(4, bool))
+    chosen, _ = choose("cluster", pool, ranking=ranking, downsample="strategy")
+    assert chosen.tolist() == kept
+
+
+def test_cluster_keeps_rows_without_direction_only_when_nothing_else_is_left():
+    pool = Pool(np.zeros(3, np.int32), np.array([9, 1, 2], np.float32), np.array([True, False, False]))
+    kept = {r: choose("cluster", pool, ratio=r, downsample="strategy")[0].tolist() for r in (0.67, 1)}
+    assert kept == {0.67: [2, 1], 1: [2, 1, 0]}
+
+
+def test_cluster_at_ratio_one_with_random_downsample_gives_the_same_rows_for_all_rankings():
+    pool = make_pool()
+    found = {
+        r: sorted(choose("cluster", pool, ratio=1, ranking=r)[0].tolist())
+        for r in ("peripheral", "core", "random")
+    }
+    assert found["core"] == found["peripheral"] == found["random"]
+
+
+@pytest.mark.parametrize("name", ["random", "uniform"])
+def test_subsets_of_random_draws_nest_in_the_ratio(name):
+    pool = make_pool((30, 20))
+    small, large = (set(choose(name, pool, ratio=r)[0].tolist()) for r in (0.25, 0.75))
+    assert small < large
+
+
+def test_cluster_random_ranking_nests_in_the_ratio():
+    pool = make_pool((30, 20))
+    small, large = (
+        set(choose("cluster", pool, ratio=r, ranking="random")[0].tolist()) for r in (0.25, 0.75)
+    )
+    assert small < large
+
+
+def test_unknown_strategy_is_one_line_with_the_nearest_name():
+    with pytest.raises(UserError, match=r"unknown strategy 'clutser'; did you mean 'cluster'"):
+        strategies.get("clutser")
+
+
+@pytest.fixture
+def leaves(tmp_path):
+    """A dataset leaf of 10 rows and a clusters leaf over it: 6 rows in cluster 0, 4 in cluster 1."""
+    dataset, clusters = tmp_path / "prepare", tmp_path / "cluster"
+    dataset.mkdir()
+    clusters.mkdir()
+    rows = [
+        {
+            "id": f"{i:02d}",
+            "source_row": 9 - i,
+            "record": json.dumps({"instruction": f"q{i}", "cluster": "own"} if i else {"a": 1}),
+        }
+        for i in range(10)
+    ]
+    frame = pl.DataFrame(rows).with_columns(
+        **{c: pl.lit(None, t) for c, t in artifacts.DATASET.items() if c not in rows[0]}
+    )
+    artifacts.write_table(dataset, "dataset.parquet", frame)
+    table = pl.DataFrame(
+        {
+            "id": [f"{i:02d}" for i in range(10)],
+            "cluster": [0, 1] * 4 + [0, 0],
+            "distance": [i / 10 for i in range(10)],
+        }
+    )
+    artifacts.write_table(clusters, "clusters.parquet", table)
+    artifacts.write_json(clusters / "summary.json", {"zero_rows": ["09"]})
+    return dataset, clusters
+
+
+def run(leaves, out, **params):
+    dataset, clusters = leaves
+    out.mkdir()
+    typed = SelectParams(**params)
+    given = None if typed.strategy == "full" else clusters
+    selection.run(
+        typed, dataset=dataset, clusters=given, out=out, scratch=out, launch=Launch(threads=1)
+    )
+    return artifacts.read_table(out, "subset.parquet")
+
+
+def test_selection_weights_are_the_clusters_shares_of_the_data(leaves, tmp_path):
+    subset = run(leaves, tmp_path / "out", downsample="strategy", ratio=0.5)
+    assert subset.rows() == [
+        ("05", 1, pytest.approx(0.5), 0.8, 1),
+        ("06", 0, pytest.approx(0.6), 1.2, 1),
+        ("07", 1, pytest.approx(0.7), 0.8, 0),
+        ("08", 0, pytest.approx(0.8), 1.2, 0),
+    ]
+
+
+def test_selection_jsonl_is_the_sources_own_rows_in_its_order(leaves, tmp_path):
+    run(leaves, tmp_path / "out", strategy="full")
+    lines = [json.loads(x) for x in (tmp_path / "out" / "subset.jsonl").read_text().splitlines()]
+    assert lines[0] == {"instruction": "q9", "cluster": "own", "cluster_sft_cluster": 0, "weight": 1.0}
+    assert lines[-1] == {"a": 1, "cluster": 0, "weight": 1.0}
+    assert len(lines) == 10
+
+
+def test_selection_of_random_rows_carries_no_weights(leaves, tmp_path):
+    subset = run(leaves, tmp_path / "out", strategy="random", ratio=0.5)
+    assert subset["weight"].to_list() == [1.0] * 4
+
+
+def test_strategy_that_returns_a_row_twice_is_refused():
+    with pytest.raises(UserError, match="must return 3 distinct rows below 5, got 2 distinct of 3"):
+        selection._check(np.array([0, 1, 1]), 3, 5, "mine")
+
+
+def test_selection_of_clusters_and_dataset_of_two_runs_is_refused(leaves, tmp_path):
+    dataset, clusters = leaves
+    other = tmp_path / "other"
+    other.mkdir()
+    frame = artifacts.read_table(dataset, "dataset.parquet").head(3)
+    artifacts.write_table(other, "dataset.parquet", frame)
+    with pytest.raises(UserError, match="must come from one run"):
+        run((other, clusters), tmp_path / "out")
