@@ -8,6 +8,7 @@ A *leaf* is the directory that one stage writes. Tables are Parquet, arrays are 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -63,11 +64,19 @@ SUMMARY = "summary.json"
 
 
 def write_table(leaf: Path, name: str, frame: pl.DataFrame) -> None:
-    """Write `frame` as `leaf/name` with exactly the columns, order and dtypes of `TABLES[name]`."""
+    """Write `frame` as `leaf/name` with exactly the columns, order and dtypes of `TABLES[name]`.
+
+    Raises:
+        OSError: the disk is full, which polars reports in an exception of its own.
+    """
     schema = TABLES[name]
-    frame.select(pl.col(c).cast(t) for c, t in schema.items()).write_parquet(
-        leaf / name, compression="zstd", statistics=True
-    )
+    exact = frame.select(pl.col(c).cast(t) for c, t in schema.items())
+    try:
+        exact.write_parquet(leaf / name, compression="zstd", statistics=True)
+    except pl.exceptions.ComputeError as error:
+        if os.strerror(errno.ENOSPC) in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(leaf / name)) from error
+        raise
 
 
 def read_table(leaf: Path, name: str, columns: list[str] | None = None) -> pl.DataFrame:

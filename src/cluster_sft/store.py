@@ -271,10 +271,10 @@ def _disk_errors(leaf: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"{leaf}: the disk is full, so nothing was written there; free space (`cluster-sft gc` "
-                "lists what can go) and run it again"
+                f"{leaf}: the disk is full, so nothing was written there; free space "
+                "(`cluster-sft gc` lists what can go) and run it again"
             ) from error
         raise
 

@@ -1,0 +1,202 @@
+"""The store: reuse, restore, never overwrite, notice damage, survive a full disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster_sft import store
+from cluster_sft.errors import UserError
+from cluster_sft.nodes import Node
+from cluster_sft.params import Section
+
+
+def node(key="a" * 64, leaf="results/n/cluster/c", inputs=None):
+    return Node("cluster", leaf, key, Section(), inputs or {})
+
+
+def writer(text):
+    def compute(made, out, scratch):
+        (out / "payload").write_text(text)
+
+    return compute
+
+
+def forbidden(made, out, scratch):
+    raise AssertionError("computed again")
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").mkdir()
+    return tmp_path
+
+
+def read(leaf="results/n/cluster/c"):
+    return Path(leaf, "payload").read_text()
+
+
+def test_make_twice_reuses_and_renews_the_stamp():
+    assert store.make(node(), writer("1")) == "computed"
+    stamp = Path(node().stamp)
+    stamp.unlink()
+    assert store.make(node(), forbidden) == "reused"
+    assert stamp.is_file()
+
+
+def test_make_another_key_keeps_the_old_result_and_restores_it():
+    old, new = node(), node("b" * 64)
+    store.make(old, writer("old"))
+    store.make(new, writer("new"))
+    assert (read(), Path(old.stamp).exists()) == ("new", False)
+    assert store.make(old, forbidden) == "restored"
+    assert (read(), Path(new.stamp).exists()) == ("old", False)
+    assert store.make(new, forbidden) == "restored"
+
+
+def test_make_at_another_leaf_with_equal_key_links_instead_of_computing():
+    store.make(node(), writer("1"))
+    assert store.make(node(leaf="results/n/cluster/d"), forbidden) == "restored"
+    assert read("results/n/cluster/d") == read() == "1"
+
+
+def test_failed_compute_leaves_the_old_result_and_nothing_half_written():
+    store.make(node(), writer("old"))
+
+    def failing(made, out, scratch):
+        (out / "payload").write_text("half")
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        store.make(node("b" * 64), failing)
+    assert read() == "old"
+    assert sorted(p.name for p in Path("results/n").iterdir()) == [".partial", "cluster"]
+    assert list(Path("results/n/.partial").iterdir()) == []
+
+
+def test_killed_compute_keeps_scratch_and_the_next_run_finds_it():
+    code = (
+        "import os, signal\nfrom pathlib import Path\nfrom cluster_sft import store\n"
+        "from cluster_sft.nodes import Node\nfrom cluster_sft.params import Section\n"
+        "def compute(made, out, scratch):\n"
+        "    (scratch / 'checkpoint').write_text('7')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "store.make(Node('cluster', 'results/n/cluster/c', 'a' * 64, Section()), compute)\n"
+    )
+    source = str(Path(store.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": source})
+    found = {}
+
+    def resumed(made, out, scratch):
+        found["step"] = (scratch / "checkpoint").read_text()
+        (out / "payload").write_text("done")
+
+    assert store.make(node(), resumed) == "computed"
+    assert found == {"step": "7"} and read() == "done"
+    assert not (Path("work") / ("a" * 64)).exists()
+
+
+@pytest.mark.parametrize("harm", ["truncate", "alter", "remove"])
+def test_damaged_upstream_is_refused_and_made_anew_when_asked(harm):
+    store.make(node(), writer("12345"))
+    path = Path("results/n/cluster/c/payload")
+    {
+        "truncate": lambda: path.write_text("123"),
+        "alter": lambda: path.write_text("12346"),
+        "remove": path.unlink,
+    }[harm]()
+    below = replace(node("c" * 64, "results/n/select/s"), inputs={"clusters": node()})
+    with pytest.raises(UserError, match=r"payload (was truncated or altered|is missing)"):
+        store.make(below, forbidden)
+    assert store.make(node(), writer("12345")) == "computed"
+    assert store.make(below, writer("x")) == "computed"
+
+
+def test_upstream_of_another_key_is_refused_with_the_command_to_run():
+    store.make(node(), writer("1"))
+    below = replace(node("c" * 64, "results/n/select/s"), inputs={"clusters": node("d" * 64)})
+    with pytest.raises(UserError, match=r"cluster-sft run results/n/cluster/c"):
+        store.make(below, forbidden)
+
+
+def test_result_made_of_other_inputs_is_not_reused():
+    store.make(node(), writer("1"))
+    below = replace(node("c" * 64, "results/n/select/s"), inputs={"clusters": node()})
+    store.make(below, writer("of 1"))
+    Path("results/n/cluster/c/manifest.json").unlink()
+    store.make(node(), writer("2"))
+    assert store.make(below, writer("of 2")) == "computed"
+
+
+def test_users_own_files_in_a_leafs_place_are_kept():
+    Path("results/n/cluster/c").mkdir(parents=True)
+    Path("results/n/cluster/c/notes.txt").write_text("mine")
+    store.make(node(), writer("1"))
+    assert [p.read_text() for p in Path("work/kept").rglob("notes.txt")] == ["mine"]
+
+
+def test_stage_of_its_own_never_replaces_what_is_in_out():
+    Path("out").mkdir()
+    Path("out/notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="nothing is ever overwritten"):
+        store.make(node(leaf="out"), forbidden, workspace=False)
+    assert Path("out/notes.txt").read_text() == "mine"
+
+
+def test_stage_of_its_own_leaves_nothing_beside_out():
+    assert store.make(node(leaf="sub/out"), writer("1"), workspace=False) == "computed"
+    assert store.make(node(leaf="sub/out"), forbidden, workspace=False) == "reused"
+    assert os.listdir("sub") == ["out"]
+
+
+def test_live_process_making_the_same_result_is_named():
+    scratch = Path("work") / ("a" * 64)
+    scratch.mkdir(parents=True)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        (scratch / "holder").write_text(f"{os.uname().nodename} {child.pid}")
+        with pytest.raises(UserError, match=f"process {child.pid} is making this very result"):
+            store.make(node(), forbidden)
+    finally:
+        child.communicate(b"\n")
+    assert store.make(node(), writer("1")) == "computed"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting a tiny tmpfs needs root")
+@pytest.mark.parametrize("kind", ["table", "array", "file"])
+def test_full_disk_is_one_line_and_leaves_the_old_result(workspace, kind):
+    import numpy as np
+    import polars as pl
+
+    from cluster_sft import artifacts
+
+    store.make(node(), writer("old"))
+    store.make(node(leaf="results/n/cluster/d"), writer("old"))
+
+    def large(made, out, scratch):
+        if kind == "array":
+            artifacts.create_array(out / "x.npy", (1 << 20, 4), np.float32)
+        elif kind == "table":
+            names = np.random.default_rng(0).integers(0, 1 << 60, 1 << 18).astype(str)
+            frame = pl.DataFrame({"id": names, "cluster": 0, "distance": 0.0})
+            artifacts.write_table(out, "clusters.parquet", frame)
+        else:
+            (out / "x").write_bytes(b"x" * (1 << 22))
+
+    Path("results/n/.partial").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "results/n/.partial"]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        with pytest.raises(UserError, match="the disk is full"):
+            store.make(node("b" * 64), large)
+        assert os.listdir("results/n/.partial") == []
+    finally:
+        subprocess.run(["umount", "results/n/.partial"], check=True)
+    assert read() == "old"
