@@ -66,7 +66,7 @@ class Evaluation:
         """Write `samples.jsonl`: one JSON object for each thing the model was asked."""
         with (self.out / "samples.jsonl").open("w", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")
+                file.write(json.dumps(row, ensure_ascii=False, sort_keys=True, default=str) + "\n")
 
 
 @dataclass(frozen=True)
