@@ -33,7 +33,8 @@ def choose(name, pool, ratio=0.5, share=0.0, **settings):
 
 
 @pytest.mark.parametrize(
-    ("n_min", "ratio", "m"), [(5, 0.5, 3), (7, 0.5, 4), (100, 0.285, 29), (200, 0.575, 115), (3, 1, 3)]
+    ("n_min", "ratio", "m"),
+    [(5, 0.5, 3), (7, 0.5, 4), (100, 0.285, 29), (200, 0.575, 115), (3, 1, 3)],
 )
 def test_budget_rounds_half_up_on_the_decimal(n_min, ratio, m):
     assert selection.budget_of([np.arange(n_min)] * 2, ratio) == Budget(k=2, n_min=n_min, m=m)
@@ -82,7 +83,9 @@ def test_strategy_declares_truly_what_it_ignores(name):
         "seed": {"seed": 5},
     }
     base = choose(name, pool)[0].tolist()
-    differing = {key for key, over in changed.items() if choose(name, pool, **over)[0].tolist() != base}
+    differing = {
+        key for key, over in changed.items() if choose(name, pool, **over)[0].tolist() != base
+    }
     assert differing == set(changed) - ignored
 
 
@@ -94,8 +97,12 @@ def test_cluster_by_strategy_keeps_farthest_or_nearest_ties_to_lower_row(ranking
 
 
 def test_cluster_keeps_rows_without_direction_only_when_nothing_else_is_left():
-    pool = Pool(np.zeros(3, np.int32), np.array([9, 1, 2], np.float32), np.array([True, False, False]))
-    kept = {r: choose("cluster", pool, ratio=r, downsample="strategy")[0].tolist() for r in (0.67, 1)}
+    pool = Pool(
+        np.zeros(3, np.int32), np.array([9, 1, 2], np.float32), np.array([True, False, False])
+    )
+    kept = {
+        r: choose("cluster", pool, ratio=r, downsample="strategy")[0].tolist() for r in (0.67, 1)
+    }
     assert kept == {0.67: [2, 1], 1: [2, 1, 0]}
 
 
@@ -182,7 +189,12 @@ def test_selection_weights_are_the_clusters_shares_of_the_data(leaves, tmp_path)
 def test_selection_jsonl_is_the_sources_own_rows_in_its_order(leaves, tmp_path):
     run(leaves, tmp_path / "out", strategy="full")
     lines = [json.loads(x) for x in (tmp_path / "out" / "subset.jsonl").read_text().splitlines()]
-    assert lines[0] == {"instruction": "q9", "cluster": "own", "cluster_sft_cluster": 0, "weight": 1.0}
+    assert lines[0] == {
+        "instruction": "q9",
+        "cluster": "own",
+        "cluster_sft_cluster": 0,
+        "weight": 1.0,
+    }
     assert lines[-1] == {"a": 1, "cluster": 0, "weight": 1.0}
     assert len(lines) == 10
 

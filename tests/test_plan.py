@@ -1,0 +1,282 @@
+"""The plan: leaves, keys, points; which key of params.yaml reaches which stage."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster_sft import plan, strategies
+from cluster_sft.errors import UserError
+from cluster_sft.params import Launch, load
+from cluster_sft.stages import AXES, STAGES, get, replace
+
+ROOT = Path(__file__).parents[1]
+ORDER = ["prepare", "embed", "cluster", "select", "train", "evaluate", "report"]
+OTHER = {  # a value that differs from params.yaml, for every key that is identity
+    "data.source": "other.jsonl",
+    "data.format": "alpaca",
+    "data.fields": {"output": "answer"},
+    "data.holdout": 0.2,
+    "data.max_samples": None,
+    "data.seed": 1,
+    "model.name": "other/model",
+    "model.dtype": "fp32",
+    "model.template": "plain",
+    "model.max_length": 100,
+    "cluster.k": 3,
+    "cluster.alpha": 2.0,
+    "cluster.n_init": 2,
+    "cluster.max_iter": 7,
+    "cluster.tol": 0.5,
+    "cluster.seed": 1,
+    "select.strategies": ["cluster", "uniform"],
+    "select.ranking": "core",
+    "select.downsample": "strategy",
+    "select.ratio": 0.25,
+    "select.trim": 0.1,
+    "select.seed": 1,
+    "train.workers": 2,
+    "train.weights": "none",
+    "train.batches": "random",
+    "train.global_batch_size": 32,
+    "train.epochs": 2,
+    "train.drop_last": True,
+    "train.optimizer": "adafactor",
+    "train.learning_rate": 2e-5,
+    "train.weight_decay": 0.1,
+    "train.scheduler": "cosine",
+    "train.warmup_ratio": 0.2,
+    "train.loss_reduction": "token",
+    "train.precision": "fp32",
+    "train.max_grad_norm": None,
+    "train.seed": 1,
+    "evaluate.suites": ["heldout"],
+    "evaluate.limit": 7,
+    "evaluate.max_new_tokens": 7,
+    "evaluate.allow_code_execution": False,
+    "name": "other",
+}
+FIRST = {  # the most upstream stage that a key reaches, where it is not that of its section
+    "model.name": "prepare",
+    "model.dtype": "embed",
+    "model.template": "prepare",
+    "model.max_length": "prepare",
+    "select.strategies": "select",
+    "evaluate.suites": "report",
+    "train.workers": "cluster",
+    "name": "prepare",
+}
+SECTION = {"data": "prepare", "cluster": "cluster", "select": "select", "train": "train"}
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "data", tmp_path / "data")
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    (tmp_path / "other.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def raw():
+    return load([Path("params.yaml")])
+
+
+def stamps(raw):
+    """Return the stamps of everything that a run makes, by stage."""
+    found = {stage: set() for stage in ORDER}
+    for stamp, node in plan.ancestry(plan.target(raw)).items():
+        found[node.stage].add(stamp)
+    return found
+
+
+def test_every_identity_key_of_params_yaml_is_flipped_below(raw):
+    params = {f"{s}.{k}" for s, v in raw.items() if isinstance(v, dict) and s != "sweep" for k in v}
+    launch = {f"launch.{k}" for k in Launch.model_fields}
+    assert params - launch - {"train.warmup_steps"} == set(OTHER) - {"name"}
+
+
+@pytest.mark.parametrize("key", sorted(OTHER))
+def test_flipping_a_key_replans_its_stage_and_everything_downstream(raw, key):
+    before, after = stamps(raw), stamps(replace(raw, key, OTHER[key]))
+    first = FIRST.get(key) or SECTION.get(key.split(".")[0], "evaluate")
+    downstream = ORDER[ORDER.index(first) :]
+    changed = [s for s in ORDER if after[s] - before[s]]
+    assert changed == downstream
+
+
+def test_warmup_steps_replan_training(raw):
+    over = replace(replace(raw, "train.warmup_ratio", None), "train.warmup_steps", 3)
+    before, after = stamps(raw), stamps(over)
+    assert [s for s in ORDER if after[s] - before[s]] == ["train", "evaluate", "report"]
+
+
+@pytest.mark.parametrize("key", sorted(f"launch.{k}" for k in Launch.model_fields))
+def test_launch_key_plans_nothing(raw, key):
+    value = {"launch.parallelism": "ddp", "launch.gradient_checkpointing": True}.get(key, 3)
+    assert stamps(replace(raw, key, value)) == stamps(raw)
+
+
+def test_evaluation_keys_reach_only_the_suites_that_use_them(raw):
+    before, after = stamps(raw), stamps(replace(raw, "evaluate.max_new_tokens", 7))
+    changed = {Path(s).parts[-2] for s in after["evaluate"] - before["evaluate"]}
+    assert changed == {"evalplus-small"}
+
+
+def test_one_byte_of_the_data_replans_everything(raw):
+    over = replace(raw, "data.source", "other.jsonl")
+    before = stamps(over)
+    Path("other.jsonl").write_text("[]")
+    after = stamps(over)
+    assert [s for s in ORDER if after[s] - before[s]] == ORDER
+
+
+def test_source_at_another_path_with_the_same_bytes_replans_nothing(raw):
+    shutil.copy("other.jsonl", "copy.jsonl")
+    one, two = (stamps(replace(raw, "data.source", f)) for f in ("other.jsonl", "copy.jsonl"))
+    assert one == two
+
+
+def test_suites_file_replans_that_suite_alone(raw):
+    before = stamps(raw)
+    path = Path("data/suites/evalplus-small/suite.yaml")
+    path.write_text(path.read_text() + "\n# a remark\n")
+    changed = {Path(s).parts[-2] for s in stamps(raw)["evaluate"] - before["evaluate"]}
+    assert changed == {"evalplus-small"}
+
+
+def test_comment_and_order_of_keys_plan_nothing(raw):
+    before = stamps(raw)
+    text = Path("params.yaml").read_text()
+    start, end = text.index("\ncluster:"), text.index("\n# Stage select")
+    Path("params.yaml").write_text(text[:start] + text[end:] + text[start:end] + "\n# a remark\n")
+    assert stamps(load([Path("params.yaml")])) == before
+
+
+def test_integer_and_float_of_one_value_make_one_key(raw):
+    one, two = (plan.report(replace(raw, "cluster.alpha", a)) for a in (2, 2.0))
+    keys = [
+        {n.key for n in plan.ancestry(node).values() if n.stage == "cluster"} for node in (one, two)
+    ]
+    assert keys[0] == keys[1]
+
+
+def test_workers_set_k_only_while_k_is_auto(raw):
+    explicit = replace(raw, "cluster.k", 4)
+    keys = {
+        name: plan.Planner(r).node("cluster").key
+        for name, r in {
+            "auto": raw,
+            "4": explicit,
+            "4, W = 2": replace(explicit, "train.workers", 2),
+        }.items()
+    }
+    assert len(set(keys.values())) == 1
+
+
+def test_leaf_round_trips_for_every_node(raw):
+    raw = replace(raw, "select.strategies", strategies.names())
+    for node in plan.ancestry(plan.target(raw)).values():
+        again = plan.at(node.leaf, raw)
+        assert (again.stage, again.key, again.leaf) == (node.stage, node.key, node.leaf)
+
+
+def test_leaf_of_a_swept_point_takes_its_axes_from_the_path(raw):
+    swept = {**raw, "study": "s", "sweep": {"cluster.alpha": [1.5, 1.0], "train.seed": [0, 7]}}
+    for node in plan.ancestry(plan.target(swept)).values():
+        if node.stage != "report":
+            assert plan.at(node.leaf, raw).key == node.key
+
+
+@pytest.mark.parametrize(
+    ("leaf", "told"),
+    [
+        ("results/other/prepare", "starts with results/demo/"),
+        ("results/demo/nothing", "no such leaf"),
+        ("results/demo/cluster/k-auto", "no such leaf|is not of the form"),
+        ("results/demo/cluster/k-auto_w-4_alpha-1.50_seed-0", "did you mean .*alpha-1.5_seed-0"),
+        ("results/demo/cluster/k-auto_w-4_alpha-0.5_seed-0", "cluster.alpha"),
+        ("results/demo/evaluate/base/heldot", "did you mean 'heldout'"),
+    ],
+)
+def test_leaf_that_is_none_is_one_line(raw, leaf, told):
+    with pytest.raises(UserError, match=told):
+        plan.at(leaf, raw)
+
+
+def test_sweep_shares_every_common_upstream_result(raw):
+    swept = {**raw, "study": "s", "sweep": {"train.seed": [0, 1, 2], "select.ratio": [0.5, 1.0]}}
+    count = {stage: len(found) for stage, found in stamps(swept).items()}
+    assert count == {
+        "prepare": 1,
+        "embed": 1,
+        "cluster": 1,
+        "select": 4,
+        "train": 12,
+        "evaluate": 3 * 13,
+        "report": 1,
+    }
+
+
+def test_full_is_one_point_however_clusters_and_ratio_are_swept(raw):
+    over = replace(raw, "select.strategies", ["full", "cluster"])
+    swept = {**over, "study": "s", "sweep": {"cluster.alpha": [1.0, 2.0], "select.ratio": [0.5, 1]}}
+    found = [p.strategy for p in plan.points(swept)]
+    assert found == ["base", "full", "cluster", "cluster", "cluster", "cluster"]
+
+
+def test_random_depends_on_clusters_through_the_budget_but_not_on_the_ranking(raw):
+    node = {
+        key: plan.Planner(replace(raw, key, OTHER[key])).node("select", "random").key
+        for key in ("select.ranking", "cluster.alpha")
+    }
+    base = plan.Planner(raw).node("select", "random").key
+    assert (node["select.ranking"] == base, node["cluster.alpha"] == base) == (True, False)
+
+
+def test_sweep_over_a_key_that_is_no_axis_lists_the_axes(raw):
+    with pytest.raises(UserError, match=r"'train\.optimizer' is no axis; axes: cluster\.alpha, "):
+        plan.target({**raw, "study": "s", "sweep": {"train.optimizer": ["adamw"]}})
+
+
+def test_sweep_without_a_study_asks_for_its_name(raw):
+    with pytest.raises(UserError, match="set the key `study`"):
+        plan.target({**raw, "sweep": {"train.seed": [0, 1]}})
+
+
+def test_sweep_value_out_of_range_is_refused_before_any_work(raw):
+    with pytest.raises(UserError, match=r"cluster\.alpha.*got 0\.5"):
+        plan.target({**raw, "study": "s", "sweep": {"cluster.alpha": [1.5, 0.5]}})
+
+
+def test_unknown_strategy_is_refused_before_any_work(raw):
+    with pytest.raises(UserError, match="did you mean 'uniform'"):
+        plan.target(replace(raw, "select.strategies", ["unifrom"]))
+
+
+def test_stratified_batch_smaller_than_k_is_refused_before_any_work(raw):
+    with pytest.raises(UserError, match=r"at least the number of clusters \(32\).*got 16"):
+        plan.target(replace(raw, "cluster.k", 32))
+
+
+def test_auto_equals_the_strategys_own_preset(raw):
+    explicit = replace(replace(raw, "train.weights", "cluster"), "train.batches", "stratified")
+    keys = [plan.Planner(r).node("train", "cluster").key for r in (raw, explicit)]
+    assert keys[0] == keys[1]
+
+
+def test_model_directory_counts_by_content(raw, tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    over = replace(raw, "model.name", "m")
+    before = stamps(over)
+    (tmp_path / "m" / "config.json").write_text("{ }")
+    assert not stamps(over)["embed"] & before["embed"]
+
+
+def test_axes_are_keys_of_params_yaml(raw):
+    assert [key for key in AXES if isinstance(get(raw, key), dict)] == []
+    assert {k for s in STAGES.values() for k in s.keys.values()} >= set(AXES)
