@@ -125,14 +125,25 @@ def head_is_exact(
     attention_mask: Tensor,
     positions: Tensor,
     targets: Tensor,
+    *,
+    masked: bool = True,
 ) -> bool:
     """Say whether body plus `token_log_probs` reproduces the model's complete forward on a batch.
 
-    Args are those of `full_log_probs`. The head alone is compared, on the same inputs, and then
-    the inputs: a difference of either beyond rounding is a no.
+    The head alone is compared, on the same inputs, and then the inputs too: a difference of either
+    beyond rounding is a no.
+
+    Args:
+        model: in whatever mode it is.
+        input_ids: int (B, T).
+        attention_mask: (B, T), for the complete forward.
+        positions: int (M,), as in `full_log_probs`.
+        targets: int (M,).
+        masked: the body gets the mask too; otherwise it is on trial without.
     """
     hidden, full = full_log_probs(model, input_ids, attention_mask, positions, targets)
-    bare = head_inputs(model, input_ids, attention_mask).flatten(0, 1)[positions]
+    bare = head_inputs(model, input_ids, attention_mask if masked else None)
+    bare = bare.flatten(0, 1)[positions]
     routes = [token_log_probs(model, hidden, targets), token_log_probs(model, bare, targets)]
     bound = TOLERANCE.get(hidden.dtype, 1e-4) * (1 + full.abs().mean())
     return all(bool((route - full).abs().mean() <= bound) for route in routes)

@@ -22,6 +22,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -102,6 +103,16 @@ def load_model(name: str, *, dtype: str, device: str | torch.device = "cpu") -> 
             "it was saved for another architecture or is incomplete"
         )
     return model.to(pick_device(device)).eval()
+
+
+def head_width(name: str) -> int:
+    """Return the width H of what enters the head of model `name`, without loading its weights."""
+    config = AutoConfig.from_pretrained(local_path(name), local_files_only=True)
+    with torch.device("meta"):
+        head = AutoModelForCausalLM.from_config(config).get_output_embeddings()
+    if head is None:
+        raise UserError(f"model {name!r} has no output embeddings; a causal model is needed")
+    return head.weight.shape[1]
 
 
 def pick_device(device: str | torch.device = "auto", *, rank: int = 0) -> torch.device:

@@ -1,0 +1,190 @@
+"""Tokenised rows on disk, and the batches in which they are computed.
+
+Rows are sorted by length and cut where a token budget is full or padding would reach 3 %. The plan
+is a pure function of the lengths and the budget, so that neither the number of processes nor an
+interruption changes what a batch holds.
+
+Legend: N rows, B rows of a batch, T its longest row, M its supervised positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+MAX_PADDING = 0.03
+READ_ROWS = 1024
+OFFSETS = "offsets.npy"  # written last: the store is whole if and only if it exists
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Rows by descending length, cut into batches.
+
+    Attributes:
+        order: (N,) int64, row positions, longest row first, ties by position.
+        bounds: (n + 1,) int64; batch i holds `order[bounds[i]:bounds[i + 1]]`.
+        padding: share of the computed positions that is padding.
+    """
+
+    order: np.ndarray
+    bounds: np.ndarray
+    padding: float
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def rows(self, batch: int) -> np.ndarray:
+        """Return the row positions of a batch, int64 (B,)."""
+        return self.order[self.bounds[batch] : self.bounds[batch + 1]]
+
+
+def plan_batches(lengths: np.ndarray, batch_tokens: int) -> BatchPlan:
+    """Cut rows, longest first, into batches of at most `batch_tokens` padded tokens.
+
+    A batch ends where the budget is full or padding would reach `MAX_PADDING` of it. A row longer
+    than the budget is a batch of its own.
+
+    Args:
+        lengths: int (N,), tokens of each row.
+        batch_tokens: budget of rows times the longest row's tokens.
+    """
+    lengths = np.maximum(lengths, 1)
+    order = np.argsort(-lengths, kind="stable")
+    ends = np.concatenate([[0], np.cumsum(lengths[order])])
+    bounds, area = [0], 0
+    while (start := bounds[-1]) < len(order):
+        width = lengths[order[start]]
+        most = min(len(order) - start, max(1, batch_tokens // width))
+        # Rows shrink along the order, so the share of padding only grows with the batch.
+        full = np.arange(1, most + 1) * width
+        padding = full - (ends[start + 1 : start + most + 1] - ends[start])
+        count = max(1, int(np.searchsorted(padding / full, MAX_PADDING)))
+        area += count * width
+        bounds.append(start + count)
+    return BatchPlan(
+        order=order,
+        bounds=np.asarray(bounds),
+        padding=1 - float(ends[-1]) / area if area else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStore:
+    """Token ids and labels of N rows as flat, memory-mapped arrays.
+
+    Attributes:
+        input_ids: int32 (all tokens,).
+        labels: int32 (all tokens,), -100 where not supervised.
+        offsets: int64 (N + 1,); row i holds `[offsets[i]:offsets[i + 1]]`.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, int64 (N,)."""
+        return np.diff(self.offsets)
+
+
+def pack_tokens(dataset: Path, folder: Path) -> None:
+    """Copy columns input_ids and labels of a Parquet file to flat files in `folder`, in blocks.
+
+    A length-sorted batch needs rows from anywhere in the data, which Parquet does not give without
+    reading it whole.
+    """
+    lengths: list[np.ndarray] = []
+    with (folder / "input_ids.i32").open("wb") as ids, (folder / "labels.i32").open("wb") as labels:
+        blocks = pq.ParquetFile(dataset).iter_batches(READ_ROWS, columns=["input_ids", "labels"])
+        for block in blocks:
+            for file, name in ((ids, "input_ids"), (labels, "labels")):
+                file.write(block.column(name).flatten().cast(pa.int32()).to_numpy().tobytes())
+            lengths.append(block.column("input_ids").value_lengths().to_numpy())
+    offsets = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
+    np.save(folder / "offsets.partial.npy", offsets)
+    (folder / "offsets.partial.npy").rename(folder / OFFSETS)
+
+
+def open_tokens(folder: Path) -> TokenStore:
+    """Open what `pack_tokens` wrote, memory-mapped."""
+    offsets = np.load(folder / OFFSETS)
+    flat = (
+        np.memmap(folder / name, dtype=np.int32, mode="r", shape=(offsets[-1],))
+        if offsets[-1]
+        else np.empty(0, np.int32)
+        for name in ("input_ids.i32", "labels.i32")
+    )
+    return TokenStore(*flat, offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One right-padded batch and where it is supervised.
+
+    Attributes:
+        rows: int64 (B,) NumPy, row positions in the data.
+        input_ids: int64 (B, T).
+        attention_mask: int64 (B, T).
+        positions: int64 (M,), flattened positions whose head input predicts a target, ascending.
+        targets: int64 (M,).
+        n_tokens: int64 (B,), positions of each row.
+    """
+
+    rows: np.ndarray
+    input_ids: Tensor
+    attention_mask: Tensor
+    positions: Tensor
+    targets: Tensor
+    n_tokens: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """Copy to `device`; from page-locked memory a copy to a GPU does not block."""
+        return Batch(self.rows, *(x.to(device, non_blocking=True) for x in self._tensors()))
+
+    def pin(self) -> Batch:
+        """Move to page-locked memory."""
+        return Batch(self.rows, *(x.pin_memory() for x in self._tensors()))
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return (
+            self.input_ids,
+            self.attention_mask,
+            self.positions,
+            self.targets,
+            self.n_tokens,
+        )
+
+
+def build_batch(store: TokenStore, rows: np.ndarray) -> Batch:
+    """Read `rows` from the store and pad them on the right to the longest."""
+    spans = [slice(store.offsets[i], store.offsets[i + 1]) for i in rows]
+    width = max(1, *(span.stop - span.start for span in spans))
+    input_ids = np.zeros((len(rows), width), np.int64)
+    mask = np.zeros((len(rows), width), np.int64)
+    positions, targets, counts = [], [], []
+    for i, span in enumerate(spans):
+        length = span.stop - span.start
+        input_ids[i, :length] = store.input_ids[span]
+        mask[i, :length] = 1
+        shifted = store.labels[span][1:]
+        columns = np.flatnonzero(shifted != IGNORED)
+        positions.append(columns + i * width)
+        targets.append(shifted[columns])
+        counts.append(len(columns))
+    return Batch(
+        rows,
+        torch.from_numpy(input_ids),
+        torch.from_numpy(mask),
+        torch.from_numpy(np.concatenate(positions).astype(np.int64)),
+        torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        torch.tensor(counts, dtype=torch.int64),
+    )
