@@ -7,8 +7,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cluster_sft.batching import _argsort_rationals, batch_plan, cluster_weights
 
@@ -32,21 +30,22 @@ def rows_of(step):
     return np.concatenate([positions for positions, _ in step])
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 17), min_size=1, max_size=5).filter(sum),
-    workers=st.integers(1, 4),
-    per_worker=st.integers(1, 4),
-    batches=st.sampled_from(["stratified", "random"]),
-    drop_last=st.booleans(),
-)
-def test_plan_any_sizes_holds_every_row_once_an_epoch(
-    sizes, workers, per_worker, batches, drop_last
-):
-    batch = workers * per_worker * len(sizes)
-    clusters = np.random.default_rng(1).permutation(np.repeat(np.arange(len(sizes)), sizes))
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("batches", ["stratified", "random"])
+def test_plan_any_sizes_holds_every_row_once_an_epoch(seed, batches):
+    rng = np.random.default_rng([seed, len(batches)])
+    sizes = rng.integers(0, 18, rng.integers(1, 6))
+    sizes[rng.integers(len(sizes))] += 1
+    workers, per_worker, drop_last = rng.integers(1, 5), rng.integers(1, 5), seed % 2 == 0
+    batch = int(workers * per_worker * len(sizes))
+    clusters = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
     plan = plan_of(
-        clusters, k=len(sizes), workers=workers, batch=batch, batches=batches, drop_last=drop_last
+        clusters,
+        k=len(sizes),
+        workers=int(workers),
+        batch=batch,
+        batches=batches,
+        drop_last=drop_last,
     )
     seen = np.concatenate([np.zeros(0, int), *(rows_of(step) for step in plan)])
     kept = len(clusters) // batch * batch if drop_last else len(clusters)
@@ -61,11 +60,9 @@ def test_plan_any_sizes_holds_every_row_once_an_epoch(
             assert np.array_equal(weights, clusters[positions] + 1.0)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    size=st.integers(1, 30), k=st.integers(1, 6), extra=st.integers(0, 7), seed=st.integers(0, 9)
-)
-def test_plan_equal_clusters_gives_each_its_share_of_every_step(size, k, extra, seed):
+@pytest.mark.parametrize("seed", range(40))
+def test_plan_equal_clusters_gives_each_its_share_of_every_step(seed):
+    size, k, extra = np.random.default_rng(seed).integers([1, 1, 0], [31, 7, 8]).tolist()
     batch = k + extra
     plan = plan_of(np.tile(np.arange(k), size), workers=1, batch=batch, seed=seed)
     for step in plan:
@@ -160,9 +157,10 @@ def test_plan_clusters_not_dividing_the_batch_warns_once():
         batch_plan([0, 1, 2], np.ones(3), global_batch_size=4, batches="random", **arguments)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 12)), max_size=40))
-def test_argsort_rationals_orders_as_fractions_do(pairs):
+@pytest.mark.parametrize("seed", range(20))
+def test_argsort_rationals_orders_as_fractions_do(seed):
+    rng = np.random.default_rng(seed)
+    pairs = rng.integers([0, 1], [[20, 1000, 10**6][seed % 3], 13], (40, 2)).tolist()
     expected = sorted(range(len(pairs)), key=lambda i: Fraction(*pairs[i]))
     numerators, denominators = (np.array([p[i] for p in pairs], dtype=np.int64) for i in (0, 1))
     assert _argsort_rationals(numerators, denominators).tolist() == expected

@@ -7,7 +7,15 @@ from cluster_sft import plan
 from cluster_sft.errors import UserError
 from cluster_sft.params import load
 
-PARAMS = [Path(p) for p in dict.fromkeys(["params.yaml", *map(str, workflow.configfiles)])]
+PARAMS = [
+    Path(p) for p in dict.fromkeys(["params.yaml", *map(str, workflow.configfiles)])
+]
+
+if workflow.config_settings.config:
+    sys.exit(
+        "cluster-sft: --config reaches Snakemake alone, not what its rules run; put "
+        f"{', '.join(workflow.config_settings.config)} into a file: --configfile params.yaml FILE"
+    )
 
 try:
     PARAMETERS = load(PARAMS)
@@ -39,9 +47,9 @@ def upstream(stage):
     """
 
     def stamps(wildcards):
-        slugs = f"/{wildcards.slugs}" if hasattr(wildcards, "slugs") else ""
-        stamp = f"results/{wildcards.name}/{stage}{slugs}/key-{wildcards.key}"
-        return [ancient(parent.stamp) for parent in NODES[stamp].parents]
+        slugs = [wildcards.slugs] if hasattr(wildcards, "slugs") else []
+        parts = ["results", wildcards.name, stage, *slugs, f"key-{wildcards.key}"]
+        return [ancient(parent.stamp) for parent in NODES["/".join(parts)].parents]
 
     return stamps
 

@@ -12,9 +12,11 @@ rule prepare:
         "results/{name}/prepare/key-{key}",
     log:
         "work/logs/{name}/prepare/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: THREADS
     params:
         files=files,
-    threads: THREADS
     shell:
         RUN
 
@@ -26,9 +28,11 @@ rule embed:
         "results/{name}/embed/key-{key}",
     log:
         "work/logs/{name}/embed/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: THREADS
     params:
         files=files,
-    threads: THREADS
     shell:
         RUN
 
@@ -40,9 +44,11 @@ rule cluster:
         "results/{name}/cluster/{slugs}/key-{key}",
     log:
         "work/logs/{name}/cluster/{slugs}/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: THREADS
     params:
         files=files,
-    threads: THREADS
     shell:
         RUN
 
@@ -54,9 +60,11 @@ rule select:
         "results/{name}/select/{slugs}/key-{key}",
     log:
         "work/logs/{name}/select/{slugs}/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: 1
     params:
         files=files,
-    threads: 1
     shell:
         RUN
 
@@ -68,9 +76,11 @@ rule train:
         "results/{name}/train/{slugs}/key-{key}",
     log:
         "work/logs/{name}/train/{slugs}/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: THREADS
     params:
         files=files,
-    threads: THREADS
     shell:
         RUN
 
@@ -82,9 +92,11 @@ rule evaluate:
         "results/{name}/evaluate/{slugs}/key-{key}",
     log:
         "work/logs/{name}/evaluate/{slugs}/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: THREADS
     params:
         files=files,
-    threads: THREADS
     shell:
         RUN
 
@@ -96,9 +108,11 @@ rule report:
         "results/{name}/report/key-{key}",
     log:
         "work/logs/{name}/report/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: 1
     params:
         files=files,
-    threads: 1
     shell:
         RUN
 
@@ -110,8 +124,10 @@ rule study:
         "results/{name}/studies/{slugs}/key-{key}",
     log:
         "work/logs/{name}/studies/{slugs}/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: 1
     params:
         files=files,
-    threads: 1
     shell:
         RUN

@@ -1,0 +1,299 @@
+"""Render conversations by a tokenizer's chat template, and know which text came from where.
+
+A template may trim, move or add text, so where a turn lies cannot be read off its content. Each
+conversation is rendered twice: as it is, and with every turn's text replaced by equally many copies
+of one private character, a colour per turn. Wherever the two agree apart from the colours, the
+colours tell which turn each character came from, and the rest is the template's own.
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from cluster_sft.errors import UserError
+
+Message = dict[str, str]
+Span = tuple[int, int]
+Shape = tuple[tuple[str, bool], ...]  # of each turn: role, and whether it holds any text
+
+COLOUR = 0xF0000  # private use; turn i is coloured with the i-th character from here on
+COLOURS = 0xFFFE
+RUN = re.compile(f"([{chr(COLOUR)}-{chr(COLOUR + COLOURS - 1)}])\\1*")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+LITERAL = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
+# A template that asks for today's date would render other text every day.
+DATE = (
+    "{% macro strftime_now(format) %}{{ format | replace('%d', '26') | replace('%b', 'Jul') "
+    "| replace('%B', 'July') | replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') "
+    "| replace('%A', 'Friday') | replace('%a', 'Fri') | replace('%H', '00') | replace('%M', '00') "
+    "| replace('%S', '00') }}{% endmacro %}{{ '' }}"
+)
+
+
+class TemplateRefusal(ValueError):
+    """A conversation that the template does not take; the message is the template's reason."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A rendered conversation: what is supervised and what is data, as character spans."""
+
+    text: str
+    supervised: list[Span]
+    data: list[Span]
+
+
+@dataclass
+class ChatTemplate:
+    """A tokenizer's chat template.
+
+    Attributes:
+        source: the Jinja template.
+        tokens: the tokenizer's named special tokens, which templates print.
+        specials: finds every control token of the tokenizer in a text.
+        eos: the end-of-sequence token, "" for none.
+    """
+
+    source: str
+    tokens: dict[str, str]
+    specials: re.Pattern[str]
+    eos: str
+    _heads: dict[Shape, str | None] = field(default_factory=dict)
+    _ends: dict[Shape, tuple[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, specials: re.Pattern[str]) -> ChatTemplate:
+        """Return the chat template of `tokenizer`.
+
+        Raises:
+            UserError: it has none, or one that is no valid Jinja.
+        """
+        if not tokenizer.chat_template:
+            raise UserError(
+                f"model {tokenizer.name_or_path!r}: its tokenizer has no chat template; "
+                "set model.template to alpaca, magicoder or plain"
+            )
+        source = tokenizer.get_chat_template()
+        prelude = DATE if "strftime_now" in source else ""
+        tokens = {k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
+        template = cls(prelude + source, tokens, specials, tokenizer.eos_token or "")
+        try:
+            render_jinja_template([[]], chat_template=template.source, **tokens)
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"model {tokenizer.name_or_path!r}: its chat template is no valid Jinja "
+                f"(line {error.lineno}: {error.message}); set model.template to alpaca, "
+                "magicoder or plain"
+            ) from error
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError):
+            pass  # it refuses an empty conversation, as it may
+        return template
+
+    def prompt(self, messages: Sequence[Message]) -> Rendered:
+        """Return the text after which the next answer starts; nothing in it is supervised."""
+        text = self._text(messages, prompt=True)
+        places = self._places(text, messages, prompt=True)
+        return Rendered(text, [], sorted(span for spans in places.values() for span in spans))
+
+    def conversation(self, messages: Sequence[Message]) -> Rendered:
+        """Return the rendered conversation; supervised is what is rendered of the assistant.
+
+        Raises:
+            TemplateRefusal: the template refuses it, or rewrites a turn beyond recognition.
+        """
+        if len(messages) > COLOURS:
+            raise TemplateRefusal(f"{len(messages)} turns are more than {COLOURS}")
+        text, blocks = self._text_and_blocks(messages)
+        places = self._places(text, messages)
+        data = sorted(span for spans in places.values() for span in spans)
+        supervised = []
+        for turn, message in enumerate(messages):
+            if message["role"] == "assistant" and turn in places:
+                span = self._turn(text, messages, places, turn)
+                if blocks is not None:
+                    span = _narrowed(span, blocks)
+                supervised += [span] if span else []
+        if any(b[0] < a[1] for a, b in zip(supervised, supervised[1:], strict=False)):
+            raise TemplateRefusal("the template interleaves the turns of the assistant")
+        return Rendered(text, supervised, data)
+
+    def end_of_turn(self, shape: Shape) -> tuple[str, str]:
+        """Return the control token that ends an assistant's turn, and the text in front of it.
+
+        The token is "" where the template ends such turns by text alone, or not at all.
+        """
+        if shape not in self._ends:
+            tail = self._tail(shape, prompt=False) or ""
+            found = self.specials.search(tail)
+            self._ends[shape] = (found[0], "") if found else ("", tail.strip())
+        return self._ends[shape]
+
+    def _turn(
+        self, text: str, messages: Sequence[Message], places: dict[int, list[Span]], turn: int
+    ) -> Span:
+        first, last = places[turn][0][0], places[turn][-1][1]
+        others = [span for t, spans in places.items() if t != turn for span in spans]
+        if any(first < start < last for start, _ in others):
+            raise TemplateRefusal(f"the template scatters the text of turn {turn}")
+        before = max((end for _, end in others if end <= first), default=0)
+        after = min((start for start, _ in others if start >= last), default=len(text))
+        content = messages[turn]["content"]
+        shape = tuple((m["role"], bool(m["content"].strip())) for m in messages)
+        start = self._start(text, messages, shape[:turn], before, first)
+        if start is None:  # no rendering to compare with: all before the content is the header
+            lead = content[: len(content) - len(content.lstrip())]
+            start = first - len(lead) if text[before:first].endswith(lead) else first
+        return start, self._end(text[last:after], shape[: turn + 1], content) + last
+
+    def _start(
+        self, text: str, messages: Sequence[Message], shape: Shape, before: int, first: int
+    ) -> int | None:
+        """Return where the prompt for this turn ends, between `before` and `first`."""
+        if shape not in self._heads:
+            self._heads[shape] = self._tail(shape, prompt=True)
+        head = self._heads[shape]
+        if head is None:
+            return None
+        # The turn before may keep its trailing white space in front of the header.
+        spaces = [m["content"][len(m["content"].rstrip()) :] for m in messages[: len(shape)]]
+        starts = {before} | {before + len(s) for s in spaces if text.startswith(s, before)}
+        region = text[:first]
+        for start in sorted(starts):
+            if head and region.startswith(head, start):
+                return start + len(head)
+        # Where the header is rendered otherwise in the middle of a conversation, the generation
+        # prompt alone may still be found.
+        plain = self._tail(shape, prompt=False) or ""
+        prompt = head.removeprefix(plain) if head.startswith(plain) else ""
+        if prompt and (at := region.rfind(prompt, before)) >= 0:
+            return at + len(prompt)
+        return max(s + len(os.path.commonprefix([head, region[s:]])) for s in starts)
+
+    def _end(self, region: str, shape: Shape, content: str) -> int:
+        """Return how far the turn reaches into `region`, the text between it and the next."""
+        token, textual = self.end_of_turn(shape)
+        for mark in (token, textual):
+            if mark and (at := region.find(mark)) >= 0:
+                return at + len(mark)
+        lead = len(region) - len(region.lstrip())
+        if self.eos and region.startswith(self.eos, lead):  # printed between turns only
+            return lead + len(self.eos)
+        return len(os.path.commonprefix([content[len(content.rstrip()) :], region]))
+
+    def _tail(self, shape: Shape, *, prompt: bool) -> str | None:
+        """Return what is rendered after the last turn's text; None if such turns are refused."""
+        messages = [
+            {"role": role, "content": chr(COLOUR + i) if full else ""}
+            for i, (role, full) in enumerate(shape)
+        ]
+        try:
+            text = self._text(messages, prompt=prompt)
+        except TemplateRefusal:
+            return None
+        return text[max((run.end() for run in RUN.finditer(text)), default=0) :]
+
+    def _places(
+        self, text: str, messages: Sequence[Message], *, prompt: bool = False
+    ) -> dict[int, list[Span]]:
+        """Return, for each turn that is rendered, the spans of its text."""
+        everyone = range(len(messages))
+        answers = [i for i in everyone if messages[i]["role"] == "assistant"]
+        quiet = not any(
+            self.specials.search(messages[i]["content"]) for i in everyone if i not in answers
+        )
+        for turns in (everyone, answers) if quiet else (everyone,):
+            for kept in (None, self._constants()):
+                shown = [
+                    {**m, "content": _coloured(m["content"], i, kept)} if i in turns else m
+                    for i, m in enumerate(messages)
+                ]
+                try:
+                    shadow = self._text(shown, prompt=prompt)
+                except TemplateRefusal:
+                    continue
+                if (places := _matched(text, shadow, messages)) is not None:
+                    return places
+        raise TemplateRefusal("the template rewrites the text of a turn; its place is unknown")
+
+    def _constants(self) -> re.Pattern[str] | None:
+        """Return what finds texts that the template may look for inside a turn's content."""
+        code = " ".join(re.findall(r"\{[{%].*?[}%]\}", self.source, re.DOTALL))
+        found = {(a or b).replace("\\n", "\n") for a, b in LITERAL.findall(code)}
+        kept = sorted(
+            (c for c in found if c.strip() and not c.isidentifier() and not self.specials.search(c)),
+            key=len,
+            reverse=True,
+        )
+        return re.compile("|".join(map(re.escape, kept))) if kept else None
+
+    def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        return self._rendered(messages, prompt=prompt, blocks=False)[0]
+
+    def _text_and_blocks(self, messages: Sequence[Message]) -> tuple[str, list[Span] | None]:
+        """Return the text, and the spans of `{% generation %}` blocks if the template has them."""
+        marked = bool(GENERATION.search(self.source))
+        text, blocks = self._rendered(messages, prompt=False, blocks=marked)
+        return text, blocks if marked else None
+
+    def _rendered(
+        self, messages: Sequence[Message], *, prompt: bool, blocks: bool
+    ) -> tuple[str, list[Span]]:
+        try:
+            texts, found = render_jinja_template(
+                [list(messages)],
+                chat_template=self.source,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=blocks,
+                **self.tokens,
+            )
+        # Beside its own refusals a template fails in whatever way its expressions can.
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise TemplateRefusal(str(error) or type(error).__name__) from error
+        return texts[0], [(a, b) for a, b in found[0]] if blocks else []
+
+
+def _coloured(content: str, turn: int, kept: re.Pattern[str] | None) -> str:
+    """Return `content` with its text, not the white space around it, replaced by the colour."""
+    colour = chr(COLOUR + turn)
+    core = content.strip()
+    if kept is None:
+        return content.replace(core, colour * len(core), 1) if core else content
+    out, cursor = [], 0
+    for match in kept.finditer(content):
+        out += [re.sub(r"\S", colour, content[cursor : match.start()]), match[0]]
+        cursor = match.end()
+    return "".join([*out, re.sub(r"\S", colour, content[cursor:])])
+
+
+def _matched(text: str, shadow: str, messages: Sequence[Message]) -> dict[int, list[Span]] | None:
+    """Return the spans of each turn's text, by the colours; None if the two texts disagree."""
+    if len(text) != len(shadow):
+        return None
+    places: dict[int, list[Span]] = {}
+    seen: dict[int, int] = {}
+    cursor = 0
+    for run in RUN.finditer(shadow):
+        start, end = run.span()
+        turn = ord(run[1]) - COLOUR
+        if turn >= len(messages) or text[cursor:start] != shadow[cursor:start]:
+            return None
+        at = messages[turn]["content"].find(text[start:end], seen.get(turn, 0))
+        if at < 0:
+            return None
+        places.setdefault(turn, []).append((start, end))
+        seen[turn] = at + end - start
+        cursor = end
+    return places if text[cursor:] == shadow[cursor:] else None
+
+
+def _narrowed(span: Span, blocks: list[Span]) -> Span | None:
+    """Return the span from where a generation block begins in it; None if no block meets it."""
+    met = [block for block in blocks if block[0] < span[1] and block[1] > span[0]]
+    return (max(span[0], met[0][0]), span[1]) if met else None

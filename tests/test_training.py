@@ -1,0 +1,302 @@
+"""Training: the same steps on any number of processes, exact resume, and honest failures.
+
+The reference is a loop of twenty lines over whole batches with the model's own cross-entropy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cluster_sft import training
+from cluster_sft.artifacts import SUBSET, write_json, write_table
+from cluster_sft.batching import batch_plan, cluster_weights
+from cluster_sft.errors import UserError
+from cluster_sft.params import Launch, TrainParams
+from cluster_sft.training_loop import read_log
+from cluster_sft.training_rows import read_rows, read_selection
+
+IDS = [f"{i:04d}" for i in range(3, 25)]
+CLUSTERS = [i % 4 for i in range(22)]
+SIZES = [20, 12, 5, 3]
+
+
+@pytest.fixture(scope="module")
+def subset(tmp_path_factory) -> Path:
+    """A selected leaf of 22 rows in 4 clusters, out of order: two steps of 8 and one of 6."""
+    leaf = tmp_path_factory.mktemp("select")
+    write_subset(leaf, IDS, CLUSTERS)
+    return leaf
+
+
+def write_subset(leaf, ids, clusters, sizes=SIZES):
+    frame = pl.DataFrame(
+        {"id": ids, "cluster": clusters, "distance": 0.0, "weight": 1.0, "rank": 0},
+        schema_overrides=SUBSET,
+    )
+    write_table(leaf, "subset.parquet", frame.reverse())
+    write_json(leaf / "summary.json", {"clusters": [{"size": n} for n in sizes]})
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model_dir):
+    """Return parameters of a short float32 run, with changes."""
+
+    def settings(**changes):
+        base = {
+            "workers": 4,
+            "weights": "cluster",
+            "batches": "stratified",
+            "global_batch_size": 8,
+            "epochs": 1,
+            "learning_rate": 1e-2,
+            "warmup_steps": 1,
+            "scheduler": "cosine",
+            "weight_decay": 0.1,
+            "max_grad_norm": 1.0,
+            "precision": "fp32",
+            "model": str(tiny_model_dir),
+            "seed": 1,
+        }
+        return TrainParams(**{**base, **changes})
+
+    return settings
+
+
+@pytest.fixture(scope="module")
+def train(tiny_dataset, subset, tmp_path_factory):
+    """Run the stage and return the leaf it wrote."""
+
+    def train(params, *, scratch=None, **launch):
+        out = tmp_path_factory.mktemp("train")
+        training.run(
+            params,
+            dataset=tiny_dataset,
+            subset=subset,
+            out=out,
+            scratch=scratch or tmp_path_factory.mktemp("scratch"),
+            launch=Launch(**{"threads": 2, "micro_batch": 2, **launch}),
+        )
+        return out
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def by_one(train, settings):
+    return train(settings())
+
+
+def weights_of(leaf):
+    return load_file(leaf / "model.safetensors")
+
+
+def reference_run(params, dataset, subset):
+    """Train on whole batches; return the losses and the model."""
+    rows = read_rows(dataset, subset, weights="none")
+    weights = cluster_weights(SIZES, np.bincount(CLUSTERS))
+    model = AutoModelForCausalLM.from_pretrained(params.model, dtype=torch.float32)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+    plan = batch_plan(CLUSTERS, weights, workers=1, global_batch_size=8, epochs=1, seed=params.seed)
+    losses = []
+    for rate, [(positions, row_weights)] in zip([0.0, 1e-2, 5e-3], plan, strict=True):
+        loss = torch.zeros(())
+        for position, weight in zip(positions, row_weights, strict=True):
+            ids = torch.from_numpy(rows.input_ids[position]).long()[None]
+            labels = torch.from_numpy(rows.labels[position]).long()[None]
+            loss = loss + weight / len(positions) * model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def test_train_one_process_equals_a_plain_loop_over_whole_batches(
+    by_one, settings, tiny_dataset, subset
+):
+    losses, model = reference_run(settings(), tiny_dataset, subset)
+    assert np.allclose([e["loss"] for e in read_log(by_one / "train_log.jsonl")], losses, atol=1e-5)
+    found = weights_of(by_one)
+    for name, expected in model.state_dict().items():
+        if name in found:
+            assert torch.allclose(found[name], expected, atol=1e-5), name
+
+
+def test_train_leaf_is_a_model_directory_with_a_log_and_a_summary(by_one, tiny_dataset):
+    model = AutoModelForCausalLM.from_pretrained(by_one)
+    tokenizer = AutoTokenizer.from_pretrained(by_one)
+    assert model.dtype == torch.float32
+    assert model(**tokenizer("Paris", return_tensors="pt")).logits.isfinite().all()
+    entries = read_log(by_one / "train_log.jsonl")
+    summary = json.loads((by_one / "summary.json").read_text())
+    lengths = pl.read_parquet(tiny_dataset / "dataset.parquet").filter(pl.col("id").is_in(IDS))
+    assert summary["steps"] == len(entries) == 3
+    assert summary["train_tokens"] == lengths["input_ids"].list.len().sum()
+    assert summary["supervised_tokens"] == lengths["n_response_tokens"].sum()
+    assert summary["train_seconds"] == pytest.approx(sum(e["seconds"] for e in entries))
+    assert np.array_equal(np.sum([e["cluster_counts"] for e in entries], 0), np.bincount(CLUSTERS))
+    assert [e["rows"] for e in entries] == [8, 8, 6]
+
+
+@pytest.mark.parametrize(
+    ("processes", "launch"),
+    [(2, {"micro_batch": 1}), (4, {"batch_tokens": 100}), (2, {"gradient_checkpointing": True})],
+)
+def test_train_any_processes_and_micro_batches_give_the_same_steps(
+    train, settings, by_one, processes, launch
+):
+    leaf = train(settings(), processes=processes, **launch)
+    found, expected = (read_log(path / "train_log.jsonl") for path in (leaf, by_one))
+    for key in ("step", "rows", "tokens", "cluster_counts", "lr"):
+        assert [e[key] for e in found] == [e[key] for e in expected]
+    for key in ("loss", "grad_norm"):
+        assert np.allclose([e[key] for e in found], [e[key] for e in expected], atol=1e-4, rtol=0)
+    ours, theirs = weights_of(leaf), weights_of(by_one)
+    assert all(torch.allclose(ours[n], theirs[n], atol=1e-4, rtol=0) for n in theirs)
+
+
+def test_train_step_smaller_than_the_processes_still_counts_once(
+    settings, tiny_dataset, tmp_path, train
+):
+    """A last step of two rows leaves two of four processes without any."""
+    write_subset(tmp_path, IDS[:10], CLUSTERS[:10])
+    losses = []
+    for processes in (1, 4):
+        out, scratch = tmp_path / f"out-{processes}", tmp_path / f"scratch-{processes}"
+        out.mkdir()
+        training.run(
+            settings(loss_reduction="token", optimizer="adafactor"),
+            dataset=tiny_dataset,
+            subset=tmp_path,
+            out=out,
+            scratch=scratch,
+            launch=Launch(processes=processes, threads=2),
+        )
+        entries = read_log(out / "train_log.jsonl")
+        assert [e["rows"] for e in entries] == [8, 2]
+        losses.append([[e["loss"], e["grad_norm"]] for e in entries])
+    assert np.allclose(losses[0], losses[1], atol=1e-4, rtol=0)
+
+
+def test_train_bf16_autocasts_over_float32_and_saves_bf16(train, settings, by_one):
+    leaf = train(settings(precision="bf16"))
+    assert {w.dtype for w in weights_of(leaf).values()} == {torch.bfloat16}
+    found, expected = (
+        [e["loss"] for e in read_log(path / "train_log.jsonl")] for path in (leaf, by_one)
+    )
+    assert found != expected
+    assert np.allclose(found, expected, atol=0.05)
+
+
+@pytest.mark.timeout(300)
+def test_train_killed_in_mid_epoch_resumes_to_bitwise_the_same_weights(
+    train, settings, tiny_dataset, subset, tmp_path
+):
+    params = settings(epochs=20)
+    whole = train(params, processes=2)
+    job = {
+        "params": params.model_dump(),
+        "dataset": str(tiny_dataset),
+        "subset": str(subset),
+        "scratch": str(tmp_path / "scratch"),
+        "out": str(tmp_path),
+    }
+    (tmp_path / "run.json").write_text(json.dumps(job))
+    code = f"""
+import json
+from pathlib import Path
+from cluster_sft import training
+from cluster_sft.params import Launch, TrainParams
+job = json.loads(Path({str(tmp_path / "run.json")!r}).read_text())
+paths = {{k: Path(job[k]) for k in ("dataset", "subset", "scratch", "out")}}
+launch = Launch(processes=2, threads=2, micro_batch=2, checkpoint_minutes=1e-9)
+training.run(TrainParams(**job["params"]), **paths, launch=launch)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    stage = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    log = tmp_path / "scratch" / "train_log.jsonl"
+    deadline = time.monotonic() + 120
+    while len(read_log(log)) < 5:
+        assert time.monotonic() < deadline and stage.poll() is None
+        time.sleep(0.02)
+    stage.send_signal(signal.SIGKILL)
+    stage.wait()
+    time.sleep(2)
+    done = len(read_log(log))
+    assert 5 <= done < 60
+
+    resumed = train(params, processes=2, scratch=tmp_path / "scratch")
+    assert [e["step"] for e in read_log(resumed / "train_log.jsonl")] == list(range(1, 61))
+    ours, theirs = weights_of(resumed), weights_of(whole)
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_train_loss_that_is_not_finite_names_step_and_rows(
+    settings, train, tiny_model_dir, tmp_path
+):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"loss of step 1 of 3 is not finite, rows 00\d\d"):
+        train(settings(model=str(tmp_path)))
+
+
+def test_train_processes_that_do_not_divide_the_workers_are_refused(train, settings):
+    with pytest.raises(UserError, match=r"divide train.workers, got 3 .* use one of 1, 2, 4"):
+        train(settings(), processes=3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "clusters", "message"),
+    [
+        ([], [], "holds no rows"),
+        (["0003", "0003"], [0, 1], "0003 is there twice"),
+        (["0003", "9999"], [0, 1], "9999 is not in"),
+        (["0003", "0004"], [0, 4], "below 4"),
+        (["0003", "0004", "0005"], [0, 1, 3], "cluster 2"),
+    ],
+)
+def test_selection_that_cannot_be_trained_on_is_refused(
+    tiny_dataset, tmp_path, ids, clusters, message
+):
+    write_subset(tmp_path, ids, clusters)
+    with pytest.raises(UserError, match=message):
+        read_selection(tiny_dataset, tmp_path, weights="cluster")
+
+
+def test_rows_join_tokens_by_id(tiny_dataset, subset):
+    rows = read_rows(tiny_dataset, subset, weights="none")
+    frame = pl.read_parquet(tiny_dataset / "dataset.parquet").filter(pl.col("id") == "0007")
+    position = rows.selection.ids.index("0007")
+    assert rows.selection.clusters_N[position] == CLUSTERS[IDS.index("0007")]
+    assert rows.input_ids[position].tolist() == frame["input_ids"][0].to_list()
+    assert rows.n_tokens_N[position] == frame["n_response_tokens"][0]
+
+
+def test_row_without_a_supervised_token_is_refused(tiny_dataset, subset, tmp_path):
+    frame = pl.read_parquet(tiny_dataset / "dataset.parquet")
+    mute = pl.when(pl.col("id") == "0007").then(pl.col("labels").list.eval(pl.element() * 0 - 100))
+    write_table(tmp_path, "dataset.parquet", frame.with_columns(mute.otherwise("labels")))
+    with pytest.raises(UserError, match="0007 supervises no token"):
+        read_rows(tmp_path, subset, weights="none")
