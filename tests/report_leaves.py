@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from cluster_sft.artifacts import write_json, write_table
-from cluster_sft.results import Point, Value
+from cluster_sft.points import Point, Value
 
 SIZES = (429, 346, 282, 143)
 HELDOUT = 200
@@ -222,7 +222,7 @@ def _share(name: str, value: float, n: int) -> dict[str, Any]:
 
 
 def _write_samples(leaf: Path, level: float, seed: int) -> tuple[float, float]:
-    """Write per-row losses: shared row difficulty, small own noise; return the ratio and its error."""
+    """Write per-row losses, shared difficulty and own noise; return the ratio and its error."""
     tokens = np.random.default_rng(5).integers(20, 200, HELDOUT)
     shared = np.random.default_rng(6).gamma(6, 1 / 6, HELDOUT)
     own = np.random.default_rng([7, seed, int(level * 1e4)]).normal(0, 0.02, HELDOUT)

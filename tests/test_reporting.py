@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_leaves import Workspace
 
-from cluster_sft import comparison, headline, overview, reporting, tables
+from cluster_sft import caveats, comparison, headline, overview, reporting, tables
 from cluster_sft.errors import UserError
 from cluster_sft.html import Title
-from cluster_sft.results import CONTRACT, METRICS, Point, collect
+from cluster_sft.points import CONTRACT, METRICS, Point
+from cluster_sft.results import collect
+from report_leaves import Workspace
 
 NLL, BASE_PASS, _, ACCURACY = METRICS
 
@@ -176,7 +177,7 @@ def test_warnings_name_low_usage_remainder_displaced_rows_and_few_items(workspac
     sizes = (600, 400, 170, 30)
     points = [workspace.point(s, sizes=sizes, batch=18) for s in ("cluster", "random")]
     results = collect(points)
-    found = " ".join(overview.warnings(results, overview.clusterings(points)))
+    found = " ".join(caveats.warnings(results, overview.clusterings(points)))
     assert "only 10.0% of the data" in found
     assert "K = 4 does not divide the global batch of 18 rows" in found
     assert "23 of 1,200 rows" in found
@@ -185,7 +186,7 @@ def test_warnings_name_low_usage_remainder_displaced_rows_and_few_items(workspac
 
 def test_usual_clustering_gives_no_warning_on_usage_or_batch(workspace):
     points = [workspace.point(s) for s in ("cluster", "random")]
-    found = " ".join(overview.warnings(collect(points), overview.clusterings(points)))
+    found = " ".join(caveats.warnings(collect(points), overview.clusterings(points)))
     assert "balanced selection can use only" not in found
     assert "does not divide" not in found
 

@@ -1,0 +1,95 @@
+"""What a reader must know before trusting the table of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+
+from cluster_sft.artifacts import SUMMARY, read_json
+from cluster_sft.labels import label, show_count
+from cluster_sft.overview import Clustering, manifest_of
+from cluster_sft.points import Point, varying
+from cluster_sft.results import Results
+
+LOW_USAGE = 0.25  # share of the data that balanced selection can use at r = 1
+TOKEN_GAP = 0.20  # share by which tokens may differ under equal rows
+FEW_ITEMS = 50
+
+
+def warnings(results: Results, clusterings: Sequence[Clustering]) -> list[str]:
+    """Return what a reader must know before trusting the table, one sentence or two each."""
+    return [
+        *(w for c in clusterings for w in _cluster_warnings(c)),
+        *_remainder_warnings(results.points),
+        *_token_warnings(results),
+        *_item_warnings(results),
+    ]
+
+
+def _cluster_warnings(clustering: Clustering) -> list[str]:
+    found = []
+    if clustering.usage_at_r1 < LOW_USAGE:
+        found.append(
+            f"{clustering.title}: at r = 1 balanced selection can use only "
+            f"{clustering.usage_at_r1:.1%} of the data, because the smallest cluster holds "
+            f"{show_count(min(clustering.sizes))} rows. Fewer clusters or a smaller alpha raise it."
+        )
+    if clustering.displaced:
+        found.append(
+            f"{clustering.title}: the capacity kept {show_count(clustering.displaced)} of "
+            f"{show_count(clustering.rows)} rows ({clustering.displaced / clustering.rows:.1%}) "
+            "out of their nearest cluster. They lie far from their own centroid, so peripheral "
+            "ranking favours them."
+        )
+    return found
+
+
+def _remainder_warnings(points: Sequence[Point]) -> list[str]:
+    """Warn where a stratified batch cannot hold equally many rows of every cluster."""
+    cases: dict[tuple[int, int], None] = {}
+    for point in points:
+        params = manifest_of(point.train).get("params", {})
+        if point.cluster is None or params.get("batches") != "stratified":
+            continue
+        k, batch = read_json(point.cluster / SUMMARY)["k"], int(params["global_batch_size"])
+        if batch % k:
+            cases[k, batch] = None
+    return [
+        f"K = {k} does not divide the global batch of {batch} rows: a single step favours some "
+        "clusters, which averages out over the steps."
+        for k, batch in cases
+    ]
+
+
+def _token_warnings(results: Results) -> list[str]:
+    """Warn where equal rows hide unequal tokens."""
+    names = varying(results.groups)
+    found = []
+    by_setting: dict[tuple[Any, ...], dict[str, float]] = {}
+    for group in results.groups:
+        if group.costs["train_tokens"] is not None:
+            place = (group.ratio, tuple(group.axes.items()))
+            by_setting.setdefault(place, {})[group.strategy] = group.costs["train_tokens"]
+    for group in results.groups:
+        tokens = by_setting.get((group.ratio, tuple(group.axes.items())), {})
+        if group.strategy != "cluster" or not tokens.get("random"):
+            continue
+        gap = tokens["cluster"] / tokens["random"] - 1
+        if abs(gap) > TOKEN_GAP:
+            found.append(
+                f"{label(group, names)} trained on {abs(gap):.0%} {'more' if gap > 0 else 'fewer'} "
+                "tokens than random with the same number of rows: equal rows are not equal compute."
+            )
+    return found
+
+
+def _item_warnings(results: Results) -> list[str]:
+    """Warn where a suite has so few items that one of them moves the score by over two points."""
+    few = results.scores.filter((pl.col("kind") != "heldout") & (pl.col("n") < FEW_ITEMS))
+    pairs = few.select("suite", "n").unique(maintain_order=True)
+    return [
+        f"{suite} has {n} items: one item moves its score by {100 / n:.1f} points."
+        for suite, n in pairs.iter_rows()
+    ]

@@ -1,0 +1,164 @@
+"""Which differences between groups exceed their error, and which do not.
+
+Errors are taken over evaluated items, and over seeds where there are several. Two groups that
+answered the same held-out rows are compared row by row, which removes what the rows share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import polars as pl
+
+from cluster_sft.points import METRICS, Estimate, Group, Metric, setting, varying
+from cluster_sft.results import Results
+
+Z = 1.959963984540054  # two-sided 95 % of a normal distribution
+REFERENCES = ("base", "full")  # outside the budget: shown, never ranked
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A metric of one group minus that of another, with the half-width of its 95 % interval."""
+
+    metric: Metric
+    group: Group
+    other: Group
+    value: float
+    margin: float | None  # None where a suite gave no error
+    paired: bool
+
+    @property
+    def outcome(self) -> Literal["better", "worse", "within error", "error unknown"]:
+        """Say how `group` stands to `other`."""
+        if self.margin is None:
+            return "error unknown"
+        if abs(self.value) <= self.margin:
+            return "within error"
+        return "better" if (self.value < 0) == self.metric.lower_is_better else "worse"
+
+
+def compare(results: Results, group: Group, other: Group, metric: Metric) -> Difference | None:
+    """Compare two groups on a metric; None where one of them has no score."""
+    mine, theirs = group.estimates.get(metric.name), other.estimates.get(metric.name)
+    if mine is None or theirs is None:
+        return None
+    value = mine.value - theirs.value
+    if metric.name == "heldout_nll":
+        error = _paired_error(results, group, other)
+        if error is not None:
+            return Difference(metric, group, other, value, Z * error, paired=True)
+    errors = [_spread(metric, mine), _spread(metric, theirs)]
+    known = [e for e in errors if e is not None]
+    margin = Z * math.hypot(*known) if len(known) == 2 else None
+    return Difference(metric, group, other, value, margin, paired=False)
+
+
+def _spread(metric: Metric, estimate: Estimate) -> float | None:
+    """Return the standard error for comparing, which for shares never vanishes.
+
+    8 of 8 has the estimated error 0. One success and one failure are added to every share, as in
+    the interval of Agresti and Caffo (2000) for a difference of proportions.
+    """
+    if estimate.stderr is None or not metric.is_share or not estimate.n:
+        return estimate.stderr
+    share = (estimate.value * estimate.n + 1) / (estimate.n + 2)
+    return max(estimate.stderr, math.sqrt(share * (1 - share) / (estimate.n + 2)))
+
+
+def interval(metric: Metric, estimate: Estimate) -> tuple[float, float] | None:
+    """Return the 95 % interval of a group's metric; None without a standard error.
+
+    Shares get Wilson's score interval (1927), widened where seeds or several suites make the
+    reported error larger than a plain binomial one.
+    """
+    p, n, error = estimate.value, estimate.n, estimate.stderr
+    if error is None:
+        return None
+    if not metric.is_share or not n:
+        return p - Z * error, p + Z * error
+    binomial = p * (1 - p) / n
+    if 0 < binomial < error**2:
+        n = n * binomial / error**2
+    center = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z / (1 + Z**2 / n) * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def _paired_error(results: Results, group: Group, other: Group) -> float | None:
+    """Return the standard error of the difference of two held-out NLLs over the same rows.
+
+    The NLL is a ratio, sum of row losses over sum of row tokens t_i. With d_i the difference of
+    row i's summed losses and D the difference of the ratios, the residuals d_i - D t_i give its
+    variance, n / (n - 1) * sum (d_i - D t_i)^2 / (sum t_i)^2; seeds add sd^2 / seeds of each side.
+    """
+    mine, theirs = _row_losses(results, group), _row_losses(results, other)
+    if mine is None or theirs is None:
+        return None
+    both = mine.join(theirs, on="id", how="inner", suffix="_other")
+    if len(both) != len(mine) or len(both) != len(theirs) or len(both) < 2:
+        return None
+    tokens = both["tokens"].to_numpy()
+    gap = (both["loss"] - both["loss_other"]).to_numpy()
+    residual = gap - gap.sum() / tokens.sum() * tokens
+    n = len(both)
+    variance = n / (n - 1) * float(np.square(residual).sum()) / float(tokens.sum()) ** 2
+    for side in (group, other):
+        sd = side.estimates["heldout_nll"].sd
+        variance += (sd or 0.0) ** 2 / len(side.points)
+    return math.sqrt(variance)
+
+
+def _row_losses(results: Results, group: Group) -> pl.DataFrame | None:
+    """Return id, tokens and loss (nats, summed over tokens) of held-out rows, mean over seeds."""
+    if any(point not in results.row_losses for point in group.points):
+        return None
+    frames = pl.concat(results.row_losses[point] for point in group.points)
+    means = frames.group_by("id", maintain_order=True).agg(
+        pl.col("tokens").first(), pl.col("loss").mean(), pl.len().alias("seeds")
+    )
+    if (means["seeds"] != len(group.points)).any():
+        return None
+    return means.drop("seeds")
+
+
+def against(results: Results, strategy: str, other: str) -> list[Difference]:
+    """Compare two strategies on every metric wherever they share ratio and axes."""
+    names = varying(results.groups)
+    mine = [g for g in results.groups if g.strategy == strategy]
+    theirs = [g for g in results.groups if g.strategy == other]
+    pairs = [(a, b) for a in mine for b in theirs if _comparable(a, b, names)]
+    found = [compare(results, a, b, metric) for a, b in pairs for metric in METRICS]
+    return [difference for difference in found if difference is not None]
+
+
+def _comparable(a: Group, b: Group, names: Sequence[str]) -> bool:
+    """Whether two groups share every setting; one that ignores an axis fits any of its values."""
+    return all(
+        setting(a, name) == setting(b, name) or None in (setting(a, name), setting(b, name))
+        for name in names
+    )
+
+
+def best(results: Results, metric: Metric) -> set[int]:
+    """Return the groups (positions) that beat every rival by more than the difference's error.
+
+    Rivals share ratio and axes. Groups outside the budget (base, full) neither rank nor rival.
+    """
+    names = varying(results.groups)
+    ranked = [
+        (i, g)
+        for i, g in enumerate(results.groups)
+        if g.strategy not in REFERENCES and metric.name in g.estimates
+    ]
+    winners = set()
+    for i, group in ranked:
+        rivals = [g for j, g in ranked if j != i and _comparable(group, g, names)]
+        found = [compare(results, group, rival, metric) for rival in rivals]
+        if found and all(d is not None and d.outcome == "better" for d in found):
+            winners.add(i)
+    return winners

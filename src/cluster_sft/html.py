@@ -1,0 +1,121 @@
+"""The report as one HTML file: nothing fetched, no script; fit for light, dark and print."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster_sft import caveats, drawing, headline, overview, tables
+from cluster_sft.comparison import REFERENCES, against
+from cluster_sft.figures import MAX_PANELS
+from cluster_sft.overview import Clustering
+from cluster_sft.page import PAGE, STYLE
+from cluster_sft.points import METRICS, varying
+from cluster_sft.results import Results
+
+NAMES = {
+    drawing.INK: "ink",
+    drawing.MUTED: "muted",
+    drawing.GRID: "grid",
+    drawing.SURFACE: "surface",
+}
+
+
+@dataclass(frozen=True)
+class Title:
+    """What the page is called: the run's name, and the study's where it is one."""
+
+    name: str
+    study: str | None = None
+
+
+def render(
+    results: Results, *, title: Title, clusterings: Sequence[Clustering], figures: Mapping[str, str]
+) -> str:
+    """Return the whole page.
+
+    Args:
+        results: the points that are reported.
+        title: names for the head of the page.
+        clusterings: every clustering behind the points, whether or not it fits a figure.
+        figures: file name without suffix -> SVG text, as `figures.draw` returns it.
+    """
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    looks = drawing.styles([g.strategy for g in results.groups])
+    seeds = tables.seeds_table(results)
+    return environment.from_string(PAGE).render(
+        title=title.study or title.name,
+        kind=f"study \u00b7 {title.name}" if title.study else "report",
+        theme=Markup(theme()),
+        style=Markup(STYLE),
+        compared=headline.compared(results),
+        verdicts=headline.verdicts(results),
+        notes=headline.notes(results),
+        results=tables.results_table(results),
+        differences=tables.differences_table(results),
+        paired=any(d.paired for s in looks for d in against(results, s, headline.CONTROL)),
+        seeds=seeds,
+        runs=tables.runs_table(results) if seeds else None,
+        items=_items(results),
+        colours={name: _variable(colour) for name, (colour, _) in looks.items()},
+        figures={n: Markup(inline(svg, n)) for n, svg in figures.items()},
+        studies=[name for name in figures if name.startswith("study-")],
+        thin=len(varying(results.groups)) > 1,
+        levels=any(g.strategy in REFERENCES for g in results.groups),
+        skipped=overview.not_run(results),
+        warnings=caveats.warnings(results, clusterings),
+        hidden=len(clusterings) - MAX_PANELS,
+        parameters=overview.parameters(results.points),
+        sources=[(s.leaf, s.key[:12]) for s in overview.sources(results.points)],
+    )
+
+
+def theme() -> str:
+    """Return the palette as CSS variables, light first, dark where the reader prefers it."""
+    light = "".join(f"{_name(c)}: {c}; " for c in drawing.DARK)
+    dark = "".join(f"{_name(light)}: {dark}; " for light, dark in drawing.DARK.items())
+    return (
+        f":root {{ {light}--better: #1a7f4b; --worse: #a40e26; }}\n"
+        "@media screen and (prefers-color-scheme: dark) {\n"
+        f":root {{ {dark}--better: #5fd08f; --worse: #ff8f8f; }}\n}}\n"
+    )
+
+
+def inline(svg: str, prefix: str) -> str:
+    """Return an SVG file's picture for use inside the page.
+
+    Its colours become the page's variables, its ids are made unique, and its size is the page's.
+    """
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    head, rest = svg.split(">", 1)
+    head = re.sub(r' (width|height|version|xmlns(:\w+)?)="[^"]*"', "", head)
+    rest = re.sub(r'\bid="', f'id="{prefix}-', rest)
+    rest = rest.replace("url(#", f"url(#{prefix}-").replace('xlink:href="#', f'href="#{prefix}-')
+    for colour in drawing.DARK:
+        rest = rest.replace(colour, _variable(colour))
+    return f"{head}>{rest}"
+
+
+def _name(colour: str) -> str:
+    return f"--{NAMES.get(colour, 'c' + colour[1:])}"
+
+
+def _variable(colour: str) -> str:
+    return f"var({_name(colour)})"
+
+
+def _items(results: Results) -> str:
+    """Return how many items each metric rests on."""
+    counts = {}
+    for metric in METRICS:
+        found = {e.n for g in results.groups if (e := g.estimates.get(metric.name)) and e.n}
+        if found:
+            counts[metric.title] = " or ".join(f"{n:,}" for n in sorted(found))
+    return ", ".join(f"{title} {n}" for title, n in counts.items())

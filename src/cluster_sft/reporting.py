@@ -1,0 +1,229 @@
+"""Stage report: every point of a run or a study, side by side.
+
+Reads the leaves of all points and writes summary.csv (a row a point), means.csv (a row a group of
+seeds), metrics.json (for `dvc metrics`), summary.md, plots/*.csv (for `dvc plots`), figures/*.svg
+and report.html. The same leaves give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import polars as pl
+
+from cluster_sft import caveats, figures, headline, html, overview, tables
+from cluster_sft.artifacts import SUMMARY, read_json, write_json
+from cluster_sft.html import Title
+from cluster_sft.labels import label
+from cluster_sft.points import METRICS, Group, Metric, Point, setting, varying
+from cluster_sft.results import Results, collect
+
+if TYPE_CHECKING:
+    from cluster_sft.params import Launch
+
+CSV, MEANS, METRICS_JSON, MARKDOWN, PAGE = (
+    "summary.csv",
+    "means.csv",
+    "metrics.json",
+    "summary.md",
+    "report.html",
+)
+
+
+class ReportParams(Protocol):
+    """What the plan hands over: names, and the points in order.
+
+    A point is a mapping: strategy, ratio, seed, axes, and leaves by role.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return the run's name."""
+        ...
+
+    @property
+    def study(self) -> str | None:
+        """Return the study's name, None for a run's own report."""
+        ...
+
+    @property
+    def points(self) -> Sequence[Mapping[str, Any]]:
+        """Return the points in order."""
+        ...
+
+
+def run(params: ReportParams, *, out: Path, scratch: Path, launch: Launch) -> None:
+    """Write the report on the leaves that `params.points` names.
+
+    Args:
+        params: points as the plan describes them.
+        out: empty folder for the payload.
+        scratch: not used; the report is made in seconds.
+        launch: not used; nothing here runs in parallel.
+
+    Raises:
+        UserError: there is no point, or a leaf lacks what its stage writes.
+    """
+    points = [point_of(point) for point in params.points]
+    write_report(points, title=Title(params.name, params.study), out=out)
+
+
+def point_of(described: Mapping[str, Any]) -> Point:
+    """Return a point from the plan's description of it.
+
+    Roles of `leaves` are stage names and `evaluate:<suite>`. A strategy without a budget (`full`)
+    ignores ratio, clusters and selection, so it carries none of their axes.
+    """
+    leaves = {role: Path(leaf) for role, leaf in described["leaves"].items()}
+    select, train = leaves.get("select"), leaves.get("train")
+    axes = {k: v for k, v in described["axes"].items() if k not in ("select.ratio", "train.seed")}
+    budgeted = select is not None and read_json(select / SUMMARY).get("budget") is not None
+    if not budgeted:
+        axes = {k: v for k, v in axes.items() if not k.startswith(("cluster.", "select."))}
+    return Point(
+        strategy=described["strategy"],
+        ratio=described["ratio"] if budgeted else None,
+        seed=described["seed"] if train is not None else None,
+        axes=axes,
+        cluster=leaves.get("cluster") if budgeted else None,
+        select=select,
+        train=train,
+        evaluate={
+            role.removeprefix("evaluate:"): leaf
+            for role, leaf in leaves.items()
+            if role.startswith("evaluate:")
+        },
+        prepare=leaves.get("prepare"),
+        embed=leaves.get("embed"),
+    )
+
+
+def write_report(points: Sequence[Point], *, title: Title, out: Path) -> None:
+    """Write every file of a report into the folder `out`.
+
+    Raises:
+        UserError: there is no point, or a leaf lacks what its stage writes.
+    """
+    results = collect(points)
+    found = overview.clusterings(points)
+    drawn = figures.draw(results, clusterings=found, way=overview.way(results, found))
+    results.summary.write_csv(out / CSV)
+    _means(results).write_csv(out / MEANS)
+    write_json(out / METRICS_JSON, _metrics(results))
+    (out / MARKDOWN).write_text(_markdown(results, title, caveats.warnings(results, found)))
+    _write_plots(results, out / "plots")
+    (out / "figures").mkdir()
+    for name, svg in drawn.items():
+        (out / "figures" / f"{name}.svg").write_text(svg)
+    page = html.render(results, title=title, clusterings=found, figures=drawn)
+    (out / PAGE).write_text(page)
+
+
+def digest_of(leaf: Path) -> str:
+    """Return what a terminal shows of a finished report: a compact table and the page's path."""
+    means = pl.read_csv(leaf / MEANS, infer_schema_length=None)
+    place = means.columns.index("rows")
+    settings = [c for c in means.columns[:place] if c == "strategy" or means[c].n_unique() > 2]
+    settings += ["seeds"] if means["seeds"].max() != 1 and "seeds" not in settings else []
+    costs = [c for c in ("rows", "data_share", "train_tokens") if means[c].count()]
+    metrics = [m for m in METRICS if means[m.name].count()]
+    rows = []
+    for row in means.iter_rows(named=True):
+        words = [
+            *(_plain(c, row[c]) for c in (*settings, *costs)),
+            *(_score(m, row) for m in metrics),
+        ]
+        rows.append(tuple(tables.Cell(word) for word in words))
+    heads = (*settings, *costs, *(m.name for m in metrics))
+    return f"{tables.text(tables.Table(heads, tuple(rows)))}\nReport: {leaf / PAGE}\n"
+
+
+def _plain(column: str, value: Any) -> str:
+    if value is None:
+        return tables.NONE
+    if column == "data_share":
+        return f"{value:.1%}"
+    return f"{round(value):,}" if column in ("rows", "train_tokens") else str(value)
+
+
+def _score(metric: Metric, row: Mapping[str, Any]) -> str:
+    value, error = row[metric.name], row[f"{metric.name}_stderr"]
+    if value is None:
+        return tables.NONE
+    return f"{value:.3f}" if error is None else f"{value:.3f} \u00b1 {error:.3f}"
+
+
+def _key(group: Group, names: Sequence[str]) -> str:
+    """Return a group's name in metrics.json: the strategy alone where that tells groups apart."""
+    settings = [(n.split(".")[-1], setting(group, n)) for n in names]
+    if group.strategy == "base":
+        return "base"
+    return "_".join([group.strategy, *(f"{n}-{v}" for n, v in settings if v is not None)])
+
+
+def _metrics(results: Results) -> dict[str, dict[str, float]]:
+    """Return {group: {metric: mean over seeds}}, costs included."""
+    names = varying(results.groups)
+    return {
+        _key(g, names): {k: v for k, v in g.costs.items() if v is not None}
+        | {k: e.value for k, e in g.estimates.items()}
+        for g in results.groups
+    }
+
+
+def _means(results: Results) -> pl.DataFrame:
+    """Return a row a group: every metric's mean, deviation over seeds and standard error."""
+    axes = dict.fromkeys(axis for g in results.groups for axis in g.axes)
+    rows = []
+    for g in results.groups:
+        row: dict[str, Any] = {"strategy": g.strategy, "ratio": g.ratio, "seeds": len(g.points)}
+        row |= {axis: g.axes.get(axis) for axis in axes} | dict(g.costs)
+        for metric in METRICS:
+            e = g.estimates.get(metric.name)
+            row[metric.name] = e and e.value
+            row[f"{metric.name}_sd"] = e and e.sd
+            row[f"{metric.name}_stderr"] = e and e.stderr
+        rows.append(row)
+    return pl.DataFrame(rows, infer_schema_length=None, strict=False)
+
+
+def _markdown(results: Results, title: Title, warnings: Sequence[str]) -> str:
+    """Return the report's words and tables without its figures."""
+    parts = [f"# {title.study or title.name}\n", headline.compared(results) + "\n"]
+    if found := headline.verdicts(results):
+        parts.append("\n".join(f"- **{v.title}**: {v.text}" for v in found) + "\n")
+    parts += [note + "\n" for note in headline.notes(results)]
+    parts += ["## Results\n", tables.markdown(tables.results_table(results))]
+    optional = [
+        ("Difference to random", tables.differences_table(results)),
+        ("Mean and standard deviation over seeds", tables.seeds_table(results)),
+    ]
+    for head, table in optional:
+        if table is not None:
+            parts += [f"### {head}\n", tables.markdown(table)]
+    if skipped := overview.not_run(results):
+        lines = [f"- **{s}**{'' if who == 'all' else f' ({who})'}: {r}" for s, r, who in skipped]
+        parts += ["### Not run\n", "\n".join(lines) + "\n"]
+    if warnings:
+        parts += ["## Warnings\n", "\n".join(f"- {w}" for w in warnings) + "\n"]
+    return "\n".join(parts)
+
+
+def _write_plots(results: Results, folder: Path) -> None:
+    """Write what `dvc plots` draws: every training step and every score, named by its group."""
+    folder.mkdir()
+    names = varying(results.groups)
+    of_point = {p: label(g, names) for g in results.groups for p in g.points}
+    keys = pl.DataFrame(
+        [
+            {"point": i, "name": of_point[i], "strategy": p.strategy, "seed": p.seed}
+            for i, p in enumerate(results.points)
+        ],
+        schema={"point": pl.Int64, "name": pl.String, "strategy": pl.String, "seed": pl.Int64},
+    )
+    for name, frame in (("loss", results.loss), ("scores", results.scores)):
+        keys.join(frame, on="point", how="inner", maintain_order="right").drop("point").write_csv(
+            folder / f"{name}.csv"
+        )
