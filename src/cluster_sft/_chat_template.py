@@ -8,24 +8,23 @@ colours tell which turn each character came from, and the rest is the template's
 
 from __future__ import annotations
 
-import os.path
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from cluster_sft._provenance import COLOUR, COLOURS, RUN, Message, Span, coloured, common, matched
 from cluster_sft.errors import UserError
 
-Message = dict[str, str]
-Span = tuple[int, int]
 Shape = tuple[tuple[str, bool], ...]  # of each turn: role, and whether it holds any text
 
-COLOUR = 0xF0000  # private use; turn i is coloured with the i-th character from here on
-COLOURS = 0xFFFE
-RUN = re.compile(f"([{chr(COLOUR)}-{chr(COLOUR + COLOURS - 1)}])\\1*")
+# Declared to return one string, it returns (texts, spans of generation blocks).
+_render: Any = render_jinja_template
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 LITERAL = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
 # A template that asks for today's date would render other text every day.
@@ -83,9 +82,9 @@ class ChatTemplate:
         source = tokenizer.get_chat_template()
         prelude = DATE if "strftime_now" in source else ""
         tokens = {k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
-        template = cls(prelude + source, tokens, specials, tokenizer.eos_token or "")
+        template = cls(prelude + source, tokens, specials, str(tokenizer.eos_token or ""))
         try:
-            render_jinja_template([[]], chat_template=template.source, **tokens)
+            _render([[]], chat_template=template.source, **tokens)
         except TemplateSyntaxError as error:
             raise UserError(
                 f"model {tokenizer.name_or_path!r}: its chat template is no valid Jinja "
@@ -120,7 +119,7 @@ class ChatTemplate:
                 if blocks is not None:
                     span = _narrowed(span, blocks)
                 supervised += [span] if span else []
-        if any(b[0] < a[1] for a, b in zip(supervised, supervised[1:], strict=False)):
+        if any(b[0] < a[1] for a, b in itertools.pairwise(supervised)):
             raise TemplateRefusal("the template interleaves the turns of the assistant")
         return Rendered(text, supervised, data)
 
@@ -174,7 +173,7 @@ class ChatTemplate:
         prompt = head.removeprefix(plain) if head.startswith(plain) else ""
         if prompt and (at := region.rfind(prompt, before)) >= 0:
             return at + len(prompt)
-        return max(s + len(os.path.commonprefix([head, region[s:]])) for s in starts)
+        return max(s + common(head, region[s:]) for s in starts)
 
     def _end(self, region: str, shape: Shape, content: str) -> int:
         """Return how far the turn reaches into `region`, the text between it and the next."""
@@ -185,7 +184,7 @@ class ChatTemplate:
         lead = len(region) - len(region.lstrip())
         if self.eos and region.startswith(self.eos, lead):  # printed between turns only
             return lead + len(self.eos)
-        return len(os.path.commonprefix([content[len(content.rstrip()) :], region]))
+        return common(content[len(content.rstrip()) :], region)
 
     def _tail(self, shape: Shape, *, prompt: bool) -> str | None:
         """Return what is rendered after the last turn's text; None if such turns are refused."""
@@ -211,14 +210,14 @@ class ChatTemplate:
         for turns in (everyone, answers) if quiet else (everyone,):
             for kept in (None, self._constants()):
                 shown = [
-                    {**m, "content": _coloured(m["content"], i, kept)} if i in turns else m
+                    {**m, "content": coloured(m["content"], i, kept)} if i in turns else m
                     for i, m in enumerate(messages)
                 ]
                 try:
                     shadow = self._text(shown, prompt=prompt)
                 except TemplateRefusal:
                     continue
-                if (places := _matched(text, shadow, messages)) is not None:
+                if (places := matched(text, shadow, messages)) is not None:
                     return places
         raise TemplateRefusal("the template rewrites the text of a turn; its place is unknown")
 
@@ -227,7 +226,11 @@ class ChatTemplate:
         code = " ".join(re.findall(r"\{[{%].*?[}%]\}", self.source, re.DOTALL))
         found = {(a or b).replace("\\n", "\n") for a, b in LITERAL.findall(code)}
         kept = sorted(
-            (c for c in found if c.strip() and not c.isidentifier() and not self.specials.search(c)),
+            (
+                c
+                for c in found
+                if c.strip() and not c.isidentifier() and not self.specials.search(c)
+            ),
             key=len,
             reverse=True,
         )
@@ -246,7 +249,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, prompt: bool, blocks: bool
     ) -> tuple[str, list[Span]]:
         try:
-            texts, found = render_jinja_template(
+            texts, found = _render(
                 [list(messages)],
                 chat_template=self.source,
                 add_generation_prompt=prompt,
@@ -257,40 +260,6 @@ class ChatTemplate:
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise TemplateRefusal(str(error) or type(error).__name__) from error
         return texts[0], [(a, b) for a, b in found[0]] if blocks else []
-
-
-def _coloured(content: str, turn: int, kept: re.Pattern[str] | None) -> str:
-    """Return `content` with its text, not the white space around it, replaced by the colour."""
-    colour = chr(COLOUR + turn)
-    core = content.strip()
-    if kept is None:
-        return content.replace(core, colour * len(core), 1) if core else content
-    out, cursor = [], 0
-    for match in kept.finditer(content):
-        out += [re.sub(r"\S", colour, content[cursor : match.start()]), match[0]]
-        cursor = match.end()
-    return "".join([*out, re.sub(r"\S", colour, content[cursor:])])
-
-
-def _matched(text: str, shadow: str, messages: Sequence[Message]) -> dict[int, list[Span]] | None:
-    """Return the spans of each turn's text, by the colours; None if the two texts disagree."""
-    if len(text) != len(shadow):
-        return None
-    places: dict[int, list[Span]] = {}
-    seen: dict[int, int] = {}
-    cursor = 0
-    for run in RUN.finditer(shadow):
-        start, end = run.span()
-        turn = ord(run[1]) - COLOUR
-        if turn >= len(messages) or text[cursor:start] != shadow[cursor:start]:
-            return None
-        at = messages[turn]["content"].find(text[start:end], seen.get(turn, 0))
-        if at < 0:
-            return None
-        places.setdefault(turn, []).append((start, end))
-        seen[turn] = at + end - start
-        cursor = end
-    return places if text[cursor:] == shadow[cursor:] else None
 
 
 def _narrowed(span: Span, blocks: list[Span]) -> Span | None:

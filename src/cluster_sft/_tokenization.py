@@ -13,7 +13,8 @@ import numpy as np
 from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from cluster_sft._chat_template import Rendered, Span
+from cluster_sft._chat_template import Rendered
+from cluster_sft._provenance import Span
 from cluster_sft.errors import UserError
 
 IGNORED = -100
@@ -35,13 +36,13 @@ class Tokenization:
 
     Attributes:
         backend: the tokenizer.
-        controls: the control tokens by text.
+        controls: the control tokens.
         specials: finds a control token in a text.
         bos: id of the token that the model expects first; None if it expects none.
     """
 
     backend: Tokenizer
-    controls: dict[str, AddedToken]
+    controls: list[str]
     specials: re.Pattern[str]
     bos: int | None
 
@@ -58,15 +59,14 @@ class Tokenization:
                 "which labels by character offsets need; save a tokenizer.json in the directory"
             )
         original: Tokenizer = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-        added = tokenizer.added_tokens_decoder.values()
-        controls = {t.content: t for t in added if t.special}
-        texts = sorted(controls, key=len, reverse=True)
+        added = original.get_added_tokens_decoder().values()
+        controls = sorted((t.content for t in added if t.special), key=len, reverse=True)
         # A pattern that matches nothing, for a tokenizer without control tokens.
-        specials = re.compile("|".join(map(re.escape, texts)) if texts else r"(?!)")
+        specials = re.compile("|".join(map(re.escape, controls)) if controls else r"(?!)")
         # The model expects a BOS exactly if its tokenizer puts one in front of plain text.
         first = original.encode("a", add_special_tokens=True).ids[:1]
-        bos = tokenizer.bos_token_id
-        return cls(_bare(original), controls, specials, bos if first == [bos] else None)
+        bos = first[0] if first == [tokenizer.bos_token_id] else None
+        return cls(_bare(original), controls, specials, bos)
 
     def id_of(self, token: str) -> int:
         """Return the id of a token of the vocabulary."""
@@ -162,8 +162,8 @@ def _twins(state: str, start: int) -> tuple[Tokenizer, dict[str, str], dict[int,
     ]
     twin.add_tokens(added)
     twin.encode_special_tokens = True
-    ids = {twin.token_to_id(mark): twin.token_to_id(text) for text, mark in marks.items()}
-    return twin, marks, ids
+    vocabulary = twin.get_vocab(with_added_tokens=True)
+    return twin, marks, {vocabulary[mark]: vocabulary[text] for text, mark in marks.items()}
 
 
 def _twin(

@@ -64,7 +64,10 @@ def read(path: Path) -> Descriptor:
         _check(path, str(key), KEYS, "key")
     fields = value.get("fields") or {}
     texts = {k: value.get(k) or "" for k in KEYS if k != "fields"}
-    for key, text in {**texts, **(fields if isinstance(fields, dict) else {"fields": None})}.items():
+    for key, text in {
+        **texts,
+        **(fields if isinstance(fields, dict) else {"fields": None}),
+    }.items():
         if not isinstance(text, str):
             raise UserError(
                 f"{path}: {key!r} must be text (`fields` a mapping of texts), got {text!r}"

@@ -1,7 +1,7 @@
 """Stage prepare: from a source of any shape to tokenised, labelled rows with stable ids.
 
-Reads `data.source`; writes dataset.parquet, heldout.parquet, dropped.parquet and summary.json. Every
-row of the source ends in exactly one of the three tables.
+Reads `data.source`; writes dataset.parquet, heldout.parquet, dropped.parquet and summary.json.
+Every row of the source ends in exactly one of the three tables.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, time
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from cluster_sft import formats, models, sources
+from cluster_sft._records import as_json
 from cluster_sft.artifacts import DATASET, DROPPED, SUMMARY, write_json, write_table
 from cluster_sft.errors import UserError
 from cluster_sft.rendering import Encoded, Rendered, Renderer, TemplateRefusal
@@ -65,7 +65,7 @@ def run(params: PrepareParams, *, out: Path, scratch: Path, launch: object) -> N
     """Prepare `params.source` and write the leaf's payload into `out`.
 
     Raises:
-        UserError: a defect of the file, of the settings or of the model's tokenizer, or no row left.
+        UserError: a defect of the file, the settings or the model's tokenizer, or no row left.
     """
     source = sources.read(Path(params.source))
     reader = formats.reader(
@@ -160,9 +160,7 @@ def encode_rows(
             if len(kept) >= wanted:
                 drops.append(Drop(candidate.row, "max_samples", f"beyond the first {wanted}"))
                 continue
-            cut = Encoded(
-                tokens[number].input_ids[:max_length], tokens[number].labels[:max_length]
-            )
+            cut = Encoded(tokens[number].input_ids[:max_length], tokens[number].labels[:max_length])
             if (cut.labels == -100).all():
                 length = len(tokens[number].input_ids)
                 detail = f"{length} tokens, none of the first {max_length} supervised"
@@ -229,39 +227,8 @@ def _table_row(
         len(supervised),
         tokens.input_ids,
         tokens.labels,
-        record_text(record),
+        as_json(record),
     )
-
-
-def record_text(record: Mapping[str, Any]) -> str:
-    """Return a source's row as one line of JSON that any reader accepts.
-
-    Numbers that JSON cannot express become null, and values of Parquet that JSON has no type for
-    become text.
-    """
-    try:
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=_as_json)
-    except ValueError:
-        text = json.dumps(_finite(record), ensure_ascii=False, default=_as_json)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate in a column that is not used
-        return json.dumps(_finite(record), default=_as_json)
-    return text
-
-
-def _as_json(value: object) -> object:
-    if isinstance(value, date | datetime | time):
-        return value.isoformat()
-    return value.hex() if isinstance(value, bytes) else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def _dropped_table(drops: Sequence[Drop]) -> pl.DataFrame:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from cluster_sft._chat_template import ChatTemplate, Message, Rendered, Span, TemplateRefusal
+from cluster_sft._chat_template import ChatTemplate, Rendered, TemplateRefusal
 from cluster_sft._named_templates import NAMED, NamedTemplate
+from cluster_sft._provenance import Message, Span
 from cluster_sft._tokenization import Encoded, Tokenization
 from cluster_sft.errors import UserError
 
@@ -57,7 +58,7 @@ class Renderer:
         tokenization = Tokenization.of(tokenizer)
         if template == "auto":
             chat = ChatTemplate.of(tokenizer, tokenization.specials)
-            return cls(template, chat, tokenization, tokenizer.eos_token or "")
+            return cls(template, chat, tokenization, str(tokenizer.eos_token or ""))
         if template not in NAMED:
             known = ["auto", *NAMED]
             near = difflib.get_close_matches(template, known, n=1)
@@ -152,8 +153,9 @@ def render_prompt(
 def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, template: str, conversations: Sequence[Sequence[Message]]
 ) -> list[list[int]]:
-    """Return the token ids of each conversation's prompt, as in training: BOS included, and
-    control tokens that are spelled in the content kept as text.
+    """Return the token ids of each conversation's prompt, exactly as training tokenises it.
+
+    BOS is included, and control tokens that are spelled in the content are kept as text.
 
     Raises:
         UserError: an unknown template, or none.

@@ -57,10 +57,8 @@ def read(path: Path) -> Source:
         described = descriptors.read(path)
         return Source(str(path), described.rows(), described.fields)
     data = _bytes(path)
-    if data.startswith(PARQUET):
-        source = _parquet(path, data)
-    else:
-        source = _json(path, _decoded(path, data))
+    is_parquet = data.startswith(PARQUET)
+    source = _parquet(path, data) if is_parquet else _json(path, _decoded(path, data))
     if not source.rows:
         raise UserError(f"{path}: holds no rows; data.source must name a file with at least one")
     for number, row in enumerate(source.rows):
@@ -171,7 +169,9 @@ def _parse(text: str, where: str, line: int) -> Any:
             f"{error.colno}); repair or remove it"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} {line}: not usable JSON ({error}); repair or remove it") from error
+        raise UserError(
+            f"{where} {line}: not usable JSON ({error}); repair or remove it"
+        ) from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
