@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster_sft.artifacts import read_table
-from cluster_sft.batching import BatchPlan, Step, batch_plan
+from cluster_sft.artifacts import SUMMARY, read_json, read_table
+from cluster_sft.batching import BatchPlan, Step, batch_plan, cluster_weights
 from cluster_sft.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,13 +73,14 @@ def read_selection(dataset: Path, subset: Path, *, weights: str) -> Selection:
     Args:
         dataset: a prepared leaf.
         subset: a selected leaf.
-        weights: "cluster" for the subset's weights, "none" for 1.
+        weights: "cluster" for w_c = (n_c / N) / (s_c / S), whatever strategy chose the rows, with
+            the n_c that the subset's summary states; "none" for 1.
 
     Raises:
-        UserError: no rows, an id twice or unknown to the dataset, or weights that are not one
-            number a cluster.
+        UserError: no rows, an id twice or unknown to the dataset, or a cluster of which no row is
+            selected although rows are to be weighted by cluster.
     """
-    frame = read_table(subset, "subset.parquet", ["id", "cluster", "weight"]).sort("id")
+    frame = read_table(subset, "subset.parquet", ["id", "cluster"]).sort("id")
     where = subset / "subset.parquet"
     if frame.is_empty():
         raise UserError(f"{where}: holds no rows; select some")
@@ -91,10 +92,11 @@ def read_selection(dataset: Path, subset: Path, *, weights: str) -> Selection:
             f"{where}: row {lost[0]} is not in {dataset / 'dataset.parquet'} ({len(lost)} such); "
             "select from this dataset"
         )
-    if not (frame["cluster"] >= 0).fill_null(False).all():
-        raise UserError(f"{where}: every row needs a cluster of 0 or more")
+    size_K = np.array([c["size"] for c in read_json(subset / SUMMARY)["clusters"]], dtype=np.int64)
+    if not frame["cluster"].is_between(0, len(size_K) - 1).fill_null(False).all():
+        raise UserError(f"{where}: every row needs a cluster below {len(size_K)}")
     clusters_N = frame["cluster"].to_numpy().astype(np.int64)
-    weights_K = _cluster_weights(frame, clusters_N, where, weights=weights)
+    weights_K = _weights(clusters_N, size_K, where, weights=weights)
     return Selection(frame["id"].to_list(), clusters_N, weights_K)
 
 
@@ -163,30 +165,17 @@ def collate(
     return ids.to(device), mask.to(device), labels.to(device)
 
 
-def _cluster_weights(
-    frame: pl.DataFrame, clusters_N: NDArray[np.int64], where: Path, *, weights: str
+def _weights(
+    clusters_N: NDArray[np.int64], size_K: NDArray[np.int64], where: Path, *, weights: str
 ) -> NDArray[np.float64]:
-    size_K = np.bincount(clusters_N)
     if weights == "none":
         return np.ones(len(size_K))
     if weights != "cluster":
         raise UserError(f"train.weights must be cluster or none here, got {weights!r}")
-    if (size_K == 0).any():
-        raise UserError(
-            f"{where}: cluster {int(np.argmin(size_K))} has no row, so its weight is undefined; "
-            "set train.weights to none"
-        )
-    weight_N = frame["weight"].to_numpy()
-    weight_K = weight_N[np.unique(clusters_N, return_index=True)[1]]
-    if not (np.isfinite(weight_K).all() and (weight_K >= 0).all()):
-        raise UserError(f"{where}: weights must be finite and 0 or more")
-    odd = np.flatnonzero(weight_N != weight_K[clusters_N])
-    if odd.size:
-        raise UserError(
-            f"{where}: rows of cluster {clusters_N[odd[0]]} differ in weight "
-            f"({weight_K[clusters_N[odd[0]]]} and {weight_N[odd[0]]}); a cluster has one weight"
-        )
-    return weight_K
+    try:
+        return cluster_weights(size_K, np.bincount(clusters_N, minlength=len(size_K)))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _arrays(lists: pl.Series) -> list[NDArray[np.int32]]:
