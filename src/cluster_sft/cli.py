@@ -85,6 +85,9 @@ def parser() -> argparse.ArgumentParser:
     ls = commands.add_parser("ls", help="list leaves, keys, states and sizes")
     _add_files(ls)
     ls.set_defaults(handler=lambda a: housekeeping.show(load(a.params)))
+    show = commands.add_parser("show", help="print the report's table and where the report lies")
+    _add_files(show)
+    show.set_defaults(handler=_show)
     gc = commands.add_parser("gc", help="delete kept results, orphans and scratch, after asking")
     gc.add_argument("--yes", action="store_true", help="do not ask")
     _add_files(gc)
@@ -150,6 +153,15 @@ def _run(arguments: argparse.Namespace) -> None:
         )
     store.WORK.mkdir(exist_ok=True)
     _make(node, _launch(arguments, typed_launch(raw)), workspace=True)
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    """Print the table of the finished report."""
+    from cluster_sft import reporting
+
+    node = plan.target(load(arguments.params))
+    store.input_digest(node, "report")
+    print(reporting.digest_of(Path(node.leaf)), end="")
 
 
 def typed_launch(raw: Mapping[str, Any]) -> Launch:

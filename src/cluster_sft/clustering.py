@@ -144,11 +144,18 @@ def constrained_kmeans(
     return _canonical(fit, capacity=capacity, seed=seed)
 
 
-def run(params: ClusterParams, *, embed: Path, out: Path, scratch: Path, launch: Launch) -> None:
-    """Cluster the embeddings of the leaf `embed` into `out`."""
-    embeddings, samples = artifacts.read_embeddings(embed)
+def run(
+    params: ClusterParams, *, embeddings: Path, out: Path, scratch: Path, launch: Launch
+) -> None:
+    """Cluster the embeddings of the leaf `embeddings` into `out`."""
+    x, samples = artifacts.read_embeddings(embeddings)
+    if params.k > len(x):
+        raise UserError(
+            f"cluster.k: must be at most the number of embedded rows, got k = {params.k} and "
+            f"{len(x)} rows in {embeddings}; lower cluster.k (auto is train.workers) or use more data"
+        )
     found = constrained_kmeans(
-        embeddings,
+        x,
         k=params.k,
         alpha=params.alpha,
         seed=params.seed,
@@ -162,22 +169,21 @@ def run(params: ClusterParams, *, embed: Path, out: Path, scratch: Path, launch:
     )
     artifacts.write_table(out, "clusters.parquet", frame)
     np.save(out / "centroids.npy", found.centroids, allow_pickle=False)
-    summary = _summary(found, params)
-    artifacts.write_json(out / artifacts.SUMMARY, summary)
-    if summary["usage_at_r1"] < LOW_USAGE:
+    usage = params.k * int(found.sizes[-1]) / len(x)
+    artifacts.write_json(out / artifacts.SUMMARY, _summary(found, params, usage=usage))
+    if usage < LOW_USAGE:
         print(
             f"warning: the smallest of {params.k} clusters holds {found.sizes[-1]} of "
-            f"{len(embeddings)} rows, so balanced selection uses at most "
-            f"{summary['usage_at_r1']:.1%} of the data; lower cluster.alpha or cluster.k",
+            f"{len(x)} rows, so balanced selection uses at most "
+            f"{usage:.1%} of the data; lower cluster.alpha or cluster.k",
             file=sys.stderr,
         )
 
 
-def _summary(found: Clustering, params: ClusterParams) -> dict[str, object]:
-    n_rows = len(found.labels)
+def _summary(found: Clustering, params: ClusterParams, *, usage: float) -> dict[str, object]:
     return {
         "k": params.k,
-        "n": n_rows,
+        "n": len(found.labels),
         "alpha": params.alpha,
         "seed": found.seed,
         "capacity": found.capacity,
@@ -186,7 +192,7 @@ def _summary(found: Clustering, params: ClusterParams) -> dict[str, object]:
         "inertia": found.inertia,
         "n_iter": found.n_iter,
         "displaced": found.displaced,
-        "usage_at_r1": params.k * int(found.sizes[-1]) / n_rows,
+        "usage_at_r1": usage,
     }
 
 

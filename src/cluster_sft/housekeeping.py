@@ -19,7 +19,7 @@ def show(raw: Mapping[str, Any]) -> None:
     rows = [("state", "key", "size", "leaf")]
     for leaf, node in wanted.items():
         found = leaf_key(Path(leaf))
-        state = {node.key: "ready", None: "to run"}.get(found, "stale")
+        state = {node.key: "ready", None: "missing"}.get(found, "stale")
         rows.append((state, node.key[:12], _human(size_of(Path(leaf))), leaf))
     for state, folder in _surplus(raw, set(wanted)):
         rows.append((state, (leaf_key(folder) or "-")[:12], _human(size_of(folder)), str(folder)))

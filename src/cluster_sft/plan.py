@@ -74,8 +74,10 @@ def _point(planner: Planner, strategy: str, axes: dict[str, Any]) -> Point:
 
 
 class ReportParams(Section):
-    """What the report shows beside its inputs: which points, in which order."""
+    """What the report shows beside its inputs: its name, and which points in which order."""
 
+    name: str
+    study: str | None
     points: list[dict[str, Any]]
 
 
@@ -102,7 +104,7 @@ def report(raw: Mapping[str, Any], *, study: str | None = None) -> Node:
     return make_node(
         "report",
         leaf,
-        ReportParams(points=described),
+        ReportParams(name=name, study=study, points=described),
         inputs=inputs,
         files={},
         modules=["reporting"],
