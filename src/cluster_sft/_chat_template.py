@@ -1,13 +1,13 @@
-"""Render conversations by a tokenizer's chat template, and know which text came from where.
+"""Render conversations by a tokenizer's chat template, and find the assistant's turns in the text.
 
-A template may trim, move or add text, so where a turn lies cannot be read off its content. Each
-conversation is rendered twice: as it is, and with every turn's text replaced by equally many copies
-of one private character, a colour per turn. Wherever the two agree apart from the colours, the
-colours tell which turn each character came from, and the rest is the template's own.
+A template may trim, move or add text, so where a turn lies cannot be read off its content: the
+turns' text is located by colours (`_provenance`), and what stands around it is compared with the
+generation prompt and with what the template puts after an answer.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cluster_sft._provenance import COLOUR, COLOURS, RUN, Message, Span, coloured, common, matched
+from cluster_sft._provenance import COLOUR, COLOURS, RUN, Message, Span, common, literals, located
 from cluster_sft.errors import UserError
 
 Shape = tuple[tuple[str, bool], ...]  # of each turn: role, and whether it holds any text
@@ -26,7 +26,6 @@ Shape = tuple[tuple[str, bool], ...]  # of each turn: role, and whether it holds
 # Declared to return one string, it returns (texts, spans of generation blocks).
 _render: Any = render_jinja_template
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-LITERAL = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
 # A template that asks for today's date would render other text every day.
 DATE = (
     "{% macro strftime_now(format) %}{{ format | replace('%d', '26') | replace('%b', 'Jul') "
@@ -61,11 +60,21 @@ class ChatTemplate:
     """
 
     source: str
-    tokens: dict[str, str]
+    tokens: dict[str, Any]
     specials: re.Pattern[str]
     eos: str
     _heads: dict[Shape, str | None] = field(default_factory=dict)
+    _labels: dict[Shape, str] = field(default_factory=dict)
     _ends: dict[Shape, tuple[str, str]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _literals(self) -> re.Pattern[str] | None:
+        return literals(self.source, self.specials)
+
+    @functools.cached_property
+    def _header(self) -> re.Pattern[str]:
+        control = self.specials.pattern
+        return re.compile(rf"(?is:.*(?:{control})\w*\s*|\W*assistant\W*)")
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, specials: re.Pattern[str]) -> ChatTemplate:
@@ -81,7 +90,7 @@ class ChatTemplate:
             )
         source = tokenizer.get_chat_template()
         prelude = DATE if "strftime_now" in source else ""
-        tokens = {k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
+        tokens = dict(tokenizer.special_tokens_map)
         template = cls(prelude + source, tokens, specials, str(tokenizer.eos_token or ""))
         try:
             _render([[]], chat_template=template.source, **tokens)
@@ -98,8 +107,12 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Message]) -> Rendered:
         """Return the text after which the next answer starts; nothing in it is supervised."""
         text = self._text(messages, prompt=True)
-        places = self._places(text, messages, prompt=True)
-        return Rendered(text, [], sorted(span for spans in places.values() for span in spans))
+        render = functools.partial(self._text, prompt=True)
+        places = located(text, messages, render, specials=self.specials, literals=self._literals)
+        if places is None:
+            raise TemplateRefusal("the template rewrites the text of a turn")
+        data = sorted(span for spans in places.values() for span in spans)
+        return Rendered(text + self._label(_shape(messages)), [], data)
 
     def conversation(self, messages: Sequence[Message]) -> Rendered:
         """Return the rendered conversation; supervised is what is rendered of the assistant.
@@ -110,7 +123,11 @@ class ChatTemplate:
         if len(messages) > COLOURS:
             raise TemplateRefusal(f"{len(messages)} turns are more than {COLOURS}")
         text, blocks = self._text_and_blocks(messages)
-        places = self._places(text, messages)
+        places = located(
+            text, messages, self._text, specials=self.specials, literals=self._literals
+        )
+        if places is None:
+            return Rendered(text, self._by_prefix(text, messages), [])
         data = sorted(span for spans in places.values() for span in spans)
         supervised = []
         for turn, message in enumerate(messages):
@@ -134,6 +151,28 @@ class ChatTemplate:
             self._ends[shape] = (found[0], "") if found else ("", tail.strip())
         return self._ends[shape]
 
+    def _by_prefix(self, text: str, messages: Sequence[Message]) -> list[Span]:
+        """Return the supervised spans where the template rewrites the text of a turn.
+
+        What the conversation's beginnings render as then tells the turns apart.
+        """
+        if any(self.specials.search(m["content"]) for m in messages):
+            raise TemplateRefusal(
+                "the template rewrites a turn in which a control token is spelled"
+            )
+        spans = []
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._text(messages[:turn], prompt=True) + self._label(_shape(messages[:turn]))
+            whole = self._text(messages[: turn + 1])
+            if not (text.startswith(whole) and whole.startswith(prompt)):
+                raise TemplateRefusal(f"the template rewrites the text of turn {turn}")
+            token, textual = self.end_of_turn(_shape(messages[: turn + 1]))
+            end = whole.rfind(token or textual, len(prompt))
+            spans.append((len(prompt), end + len(token or textual) if end >= 0 else len(whole)))
+        return spans
+
     def _turn(
         self, text: str, messages: Sequence[Message], places: dict[int, list[Span]], turn: int
     ) -> Span:
@@ -144,36 +183,58 @@ class ChatTemplate:
         before = max((end for _, end in others if end <= first), default=0)
         after = min((start for start, _ in others if start >= last), default=len(text))
         content = messages[turn]["content"]
-        shape = tuple((m["role"], bool(m["content"].strip())) for m in messages)
-        start = self._start(text, messages, shape[:turn], before, first)
+        start = self._start(text[:first], messages[:turn], before)
+        if start is None and any(
+            m["content"].strip() and t not in places for t, m in enumerate(messages[:turn])
+        ):
+            raise TemplateRefusal(f"the start of turn {turn} cannot be told from what is before it")
         if start is None:  # no rendering to compare with: all before the content is the header
             lead = content[: len(content) - len(content.lstrip())]
             start = first - len(lead) if text[before:first].endswith(lead) else first
-        return start, self._end(text[last:after], shape[: turn + 1], content) + last
+        return start, last + self._end(text[last:after], _shape(messages[: turn + 1]), content)
 
-    def _start(
-        self, text: str, messages: Sequence[Message], shape: Shape, before: int, first: int
-    ) -> int | None:
-        """Return where the prompt for this turn ends, between `before` and `first`."""
+    def _start(self, text: str, messages: Sequence[Message], before: int) -> int | None:
+        """Return where the prompt for the turn after `messages` ends in `text`.
+
+        Args:
+            text: all that is rendered before the turn's own content.
+            messages: the turns before it.
+            before: where the content of the last of them ends.
+        """
+        shape = _shape(messages)
         if shape not in self._heads:
-            self._heads[shape] = self._tail(shape, prompt=True)
+            tail = self._tail(shape, prompt=True)
+            self._heads[shape] = None if tail is None else tail + self._label(shape)
         head = self._heads[shape]
         if head is None:
             return None
         # The turn before may keep its trailing white space in front of the header.
-        spaces = [m["content"][len(m["content"].rstrip()) :] for m in messages[: len(shape)]]
-        starts = {before} | {before + len(s) for s in spaces if text.startswith(s, before)}
-        region = text[:first]
+        spaces = [m["content"][len(m["content"].rstrip()) :] for m in messages]
+        starts = [before, *(before + len(s) for s in spaces if text.startswith(s, before))]
         for start in sorted(starts):
-            if head and region.startswith(head, start):
+            if text.startswith(head, start):
                 return start + len(head)
-        # Where the header is rendered otherwise in the middle of a conversation, the generation
-        # prompt alone may still be found.
+        # In the middle of a conversation the header may be rendered otherwise than at its end.
         plain = self._tail(shape, prompt=False) or ""
-        prompt = head.removeprefix(plain) if head.startswith(plain) else ""
-        if prompt and (at := region.rfind(prompt, before)) >= 0:
-            return at + len(prompt)
-        return max(s + common(head, region[s:]) for s in starts)
+        for mark in (head, head.removeprefix(plain)):
+            if mark and (at := text.rfind(mark, before)) >= 0:
+                return at + len(mark)
+        return max(s + common(head, text[s:]) for s in starts)
+
+    def _label(self, shape: Shape) -> str:
+        """Return the assistant's header where the template has no generation prompt, else "".
+
+        Without a generation prompt the header is what looks like one: up to the last control token
+        and the role's name, or a line that names the assistant.
+        """
+        if shape not in self._labels:
+            self._labels[shape] = ""
+            tail = self._tail(shape, prompt=True)
+            if tail is not None and tail == self._tail(shape, prompt=False):
+                frame = self._tail((*shape, ("assistant", True)), prompt=False, before_last=True)
+                found = self._header.match((frame or "").removeprefix(tail))
+                self._labels[shape] = found[0] if found else ""
+        return self._labels[shape]
 
     def _end(self, region: str, shape: Shape, content: str) -> int:
         """Return how far the turn reaches into `region`, the text between it and the next."""
@@ -186,8 +247,11 @@ class ChatTemplate:
             return lead + len(self.eos)
         return common(content[len(content.rstrip()) :], region)
 
-    def _tail(self, shape: Shape, *, prompt: bool) -> str | None:
-        """Return what is rendered after the last turn's text; None if such turns are refused."""
+    def _tail(self, shape: Shape, *, prompt: bool, before_last: bool = False) -> str | None:
+        """Return what is rendered after the last turn's text; None if such turns are refused.
+
+        With `before_last` it is what is rendered between the last turn's text and the one before.
+        """
         messages = [
             {"role": role, "content": chr(COLOUR + i) if full else ""}
             for i, (role, full) in enumerate(shape)
@@ -196,45 +260,9 @@ class ChatTemplate:
             text = self._text(messages, prompt=prompt)
         except TemplateRefusal:
             return None
+        if before_last:
+            text = text.partition(chr(COLOUR + len(shape) - 1))[0]
         return text[max((run.end() for run in RUN.finditer(text)), default=0) :]
-
-    def _places(
-        self, text: str, messages: Sequence[Message], *, prompt: bool = False
-    ) -> dict[int, list[Span]]:
-        """Return, for each turn that is rendered, the spans of its text."""
-        everyone = range(len(messages))
-        answers = [i for i in everyone if messages[i]["role"] == "assistant"]
-        quiet = not any(
-            self.specials.search(messages[i]["content"]) for i in everyone if i not in answers
-        )
-        for turns in (everyone, answers) if quiet else (everyone,):
-            for kept in (None, self._constants()):
-                shown = [
-                    {**m, "content": coloured(m["content"], i, kept)} if i in turns else m
-                    for i, m in enumerate(messages)
-                ]
-                try:
-                    shadow = self._text(shown, prompt=prompt)
-                except TemplateRefusal:
-                    continue
-                if (places := matched(text, shadow, messages)) is not None:
-                    return places
-        raise TemplateRefusal("the template rewrites the text of a turn; its place is unknown")
-
-    def _constants(self) -> re.Pattern[str] | None:
-        """Return what finds texts that the template may look for inside a turn's content."""
-        code = " ".join(re.findall(r"\{[{%].*?[}%]\}", self.source, re.DOTALL))
-        found = {(a or b).replace("\\n", "\n") for a, b in LITERAL.findall(code)}
-        kept = sorted(
-            (
-                c
-                for c in found
-                if c.strip() and not c.isidentifier() and not self.specials.search(c)
-            ),
-            key=len,
-            reverse=True,
-        )
-        return re.compile("|".join(map(re.escape, kept))) if kept else None
 
     def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         return self._rendered(messages, prompt=prompt, blocks=False)[0]
@@ -260,6 +288,10 @@ class ChatTemplate:
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise TemplateRefusal(str(error) or type(error).__name__) from error
         return texts[0], [(a, b) for a, b in found[0]] if blocks else []
+
+
+def _shape(messages: Sequence[Message]) -> Shape:
+    return tuple((m["role"], bool(m["content"].strip())) for m in messages)
 
 
 def _narrowed(span: Span, blocks: list[Span]) -> Span | None:
