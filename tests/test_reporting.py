@@ -163,7 +163,7 @@ def test_headline_says_plainly_that_random_is_better(workspace, tmp_path):
     assert headline.compared(results).startswith("Cluster and random, each trained on 288 rows")
     verdict = headline.verdicts(results)[0]
     assert verdict.outcome == "worse"
-    assert verdict.text.startswith("random is better than cluster by 0.0")
+    assert verdict.text.startswith("Random is better than cluster by 0.0")
     page = (_written(points, tmp_path / "out") / "report.html").read_text()
     assert "clustering did not pay" in page
 

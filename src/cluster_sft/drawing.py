@@ -11,7 +11,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -67,7 +67,7 @@ def style() -> Iterator[None]:
     """Apply the house style while a figure is built and saved."""
     import matplotlib
 
-    settings = {
+    settings: Any = {
         "font.family": "DejaVu Sans",
         "font.size": 9.5,
         "axes.titlesize": 10,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_PANELS = 6  # clusterings drawn side by side
 MAX_LABELLED = 24  # clusters with their numbers written on the bars
+FEW_CURVES = 3  # loss curves that still get their range over seeds and their single steps
+DENSE = 12  # rows of scores from which on their values are left to the table
 ENDS_LABELLED = 10  # loss curves that still get a label each
 
 
@@ -170,20 +172,26 @@ def draw_loss(results: Results) -> str:
     looks = drawing.styles([g.strategy for g in results.groups])
     ends: list[tuple[float, float, str, str]] = []
     names = varying(results.groups)
+    curves = {id(g): _mean_curve(results.loss, g) for g in results.groups}
+    drawn = [curve for curve in curves.values() if curve is not None]
+    equal = len({int(steps[-1]) for steps, *_ in drawn}) == 1
+    few = len(drawn) <= FEW_CURVES
     for group in results.groups:
-        curve = _mean_curve(results.loss, group)
+        curve = curves[id(group)]
         if curve is None:
             continue
         steps, loss, low, high = curve
+        if not equal:
+            steps = 100 * steps / steps[-1]
         colour = looks[group.strategy][0]
-        if len(group.points) > 1:
+        if len(group.points) > 1 and few:
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
         smooth = _running_mean(loss, max(1, round(len(loss) / 25)))
-        if smooth is not loss:
+        if smooth is not loss and few:
             axes.plot(steps, loss, color=colour, linewidth=0.8, alpha=0.35)
         axes.plot(steps, smooth, color=colour, linewidth=1.9)
         ends.append((float(steps[-1]), float(smooth[-1]), label(group, names), colour))
-    axes.set_xlabel("Optimizer step")
+    axes.set_xlabel("Optimizer step" if equal else "Optimizer steps done, %")
     axes.set_ylabel("Training loss, nats per token")
     axes.margins(x=0.01)
     axes.set_ylim(axes.get_ylim())
@@ -237,25 +245,26 @@ def _one_label_a_strategy(
 
 
 def draw_scores(results: Results) -> str:
-    """Draw every group's scores with 95 % intervals, one panel a metric."""
+    """Draw every group's scores with 95% intervals, one panel a metric."""
     metrics = [m for m in METRICS if any(m.name in g.estimates for g in results.groups)]
     groups = [g for g in results.groups if g.estimates]
     columns = min(2, len(metrics))
     lines = -(-len(metrics) // columns)
-    figure = drawing.new_figure(lines * (0.95 + 0.36 * len(groups)))
+    dense = len(groups) > DENSE
+    figure = drawing.new_figure(lines * (0.95 + (0.2 if dense else 0.36) * len(groups)))
     panels = figure.subplots(lines, columns, sharey=True, squeeze=False)
     names = varying(results.groups)
     for i, axes in enumerate(panels.flat):
         if i >= len(metrics):
             axes.set_visible(False)
             continue
-        _draw_metric(axes, metrics[i], groups)
+        _draw_metric(axes, metrics[i], groups, values=not dense)
         axes.set_yticks(range(len(groups)), [label(g, names) for g in groups], color=INK)
         axes.set_ylim(len(groups) - 0.55, -0.75)
-    return drawing.to_svg(figure, "Scores with 95 % intervals")
+    return drawing.to_svg(figure, "Scores with 95% intervals")
 
 
-def _draw_metric(axes: Axes, metric: Metric, groups: Sequence[Group]) -> None:
+def _draw_metric(axes: Axes, metric: Metric, groups: Sequence[Group], *, values: bool) -> None:
     """Draw one metric: a point and an interval a group, and the untrained model as a line."""
     looks = drawing.styles([g.strategy for g in groups])
     for i, group in enumerate(groups):
@@ -269,20 +278,21 @@ def _draw_metric(axes: Axes, metric: Metric, groups: Sequence[Group]) -> None:
         value = metric.scale * estimate.value
         bounds = interval(metric, estimate)
         if bounds:
-            axes.hlines(
-                i, *(metric.scale * b for b in bounds), color=colour, linewidth=2.2, alpha=0.55
-            )
+            low, high = (metric.scale * bound for bound in bounds)
+            axes.hlines(i, low, high, color=colour, linewidth=2.2, alpha=0.55)
         axes.plot(value, i, marker, color=colour, markersize=6.5)
-        axes.annotate(
-            show(metric, estimate.value),
-            (value, i),
-            xytext=(0, 5),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            fontsize=8.5,
-            color=INK,
-        )
+        if values:
+            axes.annotate(
+                show(metric, estimate.value),
+                (value, i),
+                xytext=(0, 5),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                fontsize=8.5,
+                bbox={"facecolor": SURFACE, "edgecolor": "none", "pad": 0.6},
+                color=INK,
+            )
         if group.strategy == "base":
             axes.axvline(value, color=colour, linewidth=0.9, dashes=(3, 3), zorder=0.5)
     axes.set_title(metric.title)

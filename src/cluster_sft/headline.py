@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cluster_sft.comparison import Difference, against
 from cluster_sft.labels import axis_name, show, show_count
-from cluster_sft.points import METRICS, setting, varying
+from cluster_sft.points import METRICS, Metric, setting, varying
 from cluster_sft.results import Results
 from cluster_sft.tables import metrics_of
 
@@ -20,6 +20,7 @@ class Verdict:
     """What a metric says about the subject against the control."""
 
     title: str
+    phrase: str  # the title inside a sentence
     text: str
     outcome: str  # better, worse, within error, error unknown, mixed
 
@@ -78,9 +79,9 @@ def verdicts(results: Results) -> list[Verdict]:
     for metric in metrics_of(results):
         mine = [d for d in found if d.metric == metric]
         if len(mine) == 1:
-            out.append(Verdict(metric.title, _single(mine[0]), mine[0].outcome))
+            out.append(Verdict(metric.title, metric.phrase, _single(mine[0]), mine[0].outcome))
         elif mine:
-            out.append(_many(metric.title, mine))
+            out.append(_many(metric, mine))
     return out
 
 
@@ -89,15 +90,15 @@ def _single(difference: Difference) -> str:
     unit = "points" if metric.is_share else metric.unit
     size = show(metric, abs(difference.value))
     if difference.margin is None:
-        return f"{SUBJECT} and {CONTROL} differ by {size} {unit}; the suite gave no error."
+        return f"{SUBJECT.capitalize()} and {CONTROL} differ by {size} {unit}, error unknown."
     span = f"{size} \u00b1 {show(metric, difference.margin)} {unit}"
     if outcome == "within error":
         return f"No difference beyond the error ({span})."
     winner, loser = (SUBJECT, CONTROL) if outcome == "better" else (CONTROL, SUBJECT)
-    return f"{winner} is better than {loser} by {span}."
+    return f"{winner.capitalize()} is better than {loser} by {span}."
 
 
-def _many(title: str, differences: Sequence[Difference]) -> Verdict:
+def _many(metric: Metric, differences: Sequence[Difference]) -> Verdict:
     counts = Counter(d.outcome for d in differences)
     text = (
         f"Of {len(differences)} comparisons {SUBJECT} is better than {CONTROL} in "
@@ -111,14 +112,14 @@ def _many(title: str, differences: Sequence[Difference]) -> Verdict:
         outcome = "worse"
     elif not counts["better"]:
         outcome = "within error"
-    return Verdict(title, text, outcome)
+    return Verdict(metric.title, metric.phrase, text, outcome)
 
 
 def notes(results: Results) -> list[str]:
     """Return what must be said plainly: where random wins, and whether training helped at all."""
     out = []
     found = verdicts(results)
-    if lost := [v.title for v in found if v.outcome == "worse"]:
+    if lost := [v.phrase for v in found if v.outcome == "worse"]:
         out.append(
             f"Random selection of the same size is the better choice here by {_join(lost)}: on "
             "this evidence clustering did not pay for this model and these data."
@@ -128,8 +129,13 @@ def notes(results: Results) -> list[str]:
             "Nothing here tells cluster and random apart: every difference is within its error. "
             "More evaluation items or more seeds would be needed."
         )
-    out += _training_notes(results)
-    return out
+    proven = any(v.outcome in ("better", "worse") for v in found)
+    if proven and any(len(g.points) == 1 for g in results.groups if g.strategy == SUBJECT):
+        out.append(
+            "This rests on one training seed: the margins cover the evaluated items, not the luck "
+            "of a training run."
+        )
+    return out + _training_notes(results)
 
 
 def _training_notes(results: Results) -> list[str]:
@@ -149,9 +155,9 @@ def _training_notes(results: Results) -> list[str]:
             f"({show(metric, base.value)}) for {names}."
         ]
     values = [g.estimates[metric.name].value for g in trained]
-    low, high = show(metric, min(values)), show(metric, max(values))
-    to = low if low == high else f"{low} to {high}"
+    named = [f"{show(metric, v)} ({g.strategy})" for g, v in zip(trained, values, strict=True)]
+    ends = f"between {show(metric, min(values))} and {show(metric, max(values))}"
     return [
-        f"Training lowers the held-out NLL from {show(metric, base.value)} (untrained) to {to} "
-        "nats per token."
+        f"Training lowers the held-out NLL from {show(metric, base.value)} (base) to "
+        f"{_join(named) if len(named) <= 3 else ends} nats per token."
     ]

@@ -12,6 +12,8 @@ from cluster_sft.labels import axis_name, label
 from cluster_sft.points import Point, varying
 from cluster_sft.results import Results, selected_sizes
 
+MAX_SUBSETS = 12  # bars; more are left to the table
+
 
 @dataclass(frozen=True)
 class Step:
@@ -77,7 +79,13 @@ def way(results: Results, clusterings: Sequence[Clustering]) -> list[Step]:
     if len(clusterings) == 1:
         balanced = clusterings[0].k * min(clusterings[0].sizes)
         steps.append(Step("balanced clusters, r = 1", balanced, "total"))
+    return [*steps, *_subsets(results)]
+
+
+def _subsets(results: Results) -> list[Step]:
+    """Return a bar for every subset of its own strategy and size; none where they are too many."""
     names = varying(results.groups)
+    steps: list[Step] = []
     seen: set[tuple[str, int]] = set()
     for group in results.groups:
         rows = group.costs["rows"]
@@ -85,7 +93,7 @@ def way(results: Results, clusterings: Sequence[Clustering]) -> list[Step]:
             continue
         seen.add((group.strategy, round(rows)))
         steps.append(Step(f"subset: {label(group, names)}", round(rows), group.strategy))
-    return steps
+    return steps if len(steps) <= MAX_SUBSETS else []
 
 
 def clusterings(points: Sequence[Point]) -> list[Clustering]:

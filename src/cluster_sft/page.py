@@ -12,8 +12,7 @@ STYLE = """
 html { -webkit-text-size-adjust: 100%; }
 body {
   margin: 0; background: var(--surface); color: var(--ink);
-  font: 16px/1.55 Inter, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial,
-    sans-serif;
+  font: 16px/1.55 Inter, system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif;
 }
 main { max-width: 60rem; margin: 0 auto; padding: 3rem 1.5rem 5rem; }
 h1 { font-size: 2.1rem; line-height: 1.15; letter-spacing: -0.02em; margin: 0 0 1rem; }
@@ -26,8 +25,8 @@ code { font: 0.85em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .kind { color: var(--muted); font-size: 0.9rem; margin: 0 0 0.35rem; }
 .lead { font-size: 1.15rem; line-height: 1.5; }
 .verdicts {
-  display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: 0.75rem;
-  max-width: none; margin: 1.5rem 0; padding: 0; list-style: none;
+  display: grid; grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr));
+  gap: 0.75rem; max-width: none; margin: 1.5rem 0; padding: 0; list-style: none;
 }
 .verdicts li {
   border: 1px solid var(--grid); border-left: 4px solid var(--muted); border-radius: 6px;
@@ -146,6 +145,20 @@ PAGE = """
 <p>{{ note }}</p>
 {% endfor %}
 
+{% if studies %}
+<section>
+<h2>What varies</h2>
+{% for name in studies %}
+{% call figure(name) %}
+{% if thin %}Bold: the mean over the settings of the other axes; thin: each of them. {% endif %}
+{% if not thin %}Bars: {{ "the standard deviation over seeds" if seeds else "one standard error" }}.
+{% endif %}
+{% if levels %}Dashed: strategies that the axis does not touch.{% endif %}
+{% endcall %}
+{% endfor %}
+</section>
+{% endif %}
+
 <section>
 <h2>Results</h2>
 {{ table(results) }}
@@ -153,17 +166,17 @@ PAGE = """
 Scores are means \u00b1 one standard error over the evaluated items
 {%- if seeds %} and over seeds{% endif %}.
 A value is bold only where it beats every other strategy of the same budget by more than the
-95 % margin of their difference; base and full are outside the budget and not ranked.
+95% margin of their difference; base and full are outside the budget and not ranked.
 {% if items %}Items: {{ items }}.{% endif %}
 </p>
 {% call figure("scores") %}
-Scores with 95 % intervals (Wilson's for shares, normal for the NLL). Dashed: the untrained model.
+Scores with 95% intervals (Wilson's for shares, normal for the NLL). Dashed: the untrained model.
 {% endcall %}
 {% if differences %}
 <h3>Difference to random</h3>
 {{ table(differences) }}
 <p class="note">
-\u00b1 is half of a 95 % interval. \u25b2 better, \u25bc worse, \u2248 within the error.
+\u00b1 is half of a 95% interval. \u25b2 better, \u25bc worse, \u2248 within the error.
 {% if paired %}
 The held-out NLL is compared row by row, which is sharper than its two separate errors suggest.
 {% endif %}
@@ -175,13 +188,6 @@ The held-out NLL is compared row by row, which is sharper than its two separate 
 <p class="note">Mean \u00b1 standard deviation over seeds.</p>
 <details><summary>Single runs</summary>{{ table(runs) }}</details>
 {% endif %}
-{% for name in studies %}
-{% call figure(name) %}
-{% if thin %}Bold: the mean over the settings of the other axes; thin: each of them. {% endif %}
-Bars: {{ "the standard deviation over seeds" if seeds else "one standard error" }}.
-{% if levels %}Dashed: strategies that the axis does not touch.{% endif %}
-{% endcall %}
-{% endfor %}
 {% if skipped %}
 <h3>Not run</h3>
 <ul>

@@ -26,6 +26,11 @@ class Metric:
     scale: float = 1.0  # shown value = scale x stored value; 100 for shares in percent
 
     @property
+    def phrase(self) -> str:
+        """Return the title as it stands inside a sentence."""
+        return self.title.replace("Held", "held", 1)
+
+    @property
     def is_share(self) -> bool:
         """Tell whether the metric is a share of items, in [0, 1]."""
         return self.scale == 100.0
@@ -44,7 +49,7 @@ METRICS = (
         "evalplus_base_pass1",
         "evalplus_base_stderr",
         "evalplus_n",
-        "EvalPlus base, pass@1",
+        "EvalPlus base pass@1",
         "%",
         scale=100.0,
     ),
@@ -52,7 +57,7 @@ METRICS = (
         "evalplus_plus_pass1",
         "evalplus_plus_stderr",
         "evalplus_n",
-        "EvalPlus plus, pass@1",
+        "EvalPlus plus pass@1",
         "%",
         scale=100.0,
     ),

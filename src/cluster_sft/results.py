@@ -251,10 +251,10 @@ def _estimate(metric: Metric, rows: list[dict[str, Any]]) -> Estimate | None:
     if not rows:
         return None
     values = [row[metric.name] for row in rows]
-    errors = [row.get(metric.stderr) for row in rows]
+    errors = [e for row in rows if (e := row.get(metric.stderr)) is not None]
     sd = statistics.stdev(values) if len(values) > 1 else None
     stderr = None
-    if all(e is not None for e in errors):
+    if len(errors) == len(rows):
         stderr = math.sqrt(statistics.fmean(e * e for e in errors) + (sd or 0.0) ** 2 / len(rows))
     return Estimate(statistics.fmean(values), stderr, rows[0].get(metric.n), sd)
 

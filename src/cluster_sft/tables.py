@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster_sft.comparison import Difference, against, best
+from cluster_sft.comparison import REFERENCES, Difference, against, best
 from cluster_sft.labels import (
     axis_name,
     label,
@@ -78,7 +78,7 @@ def _costs(group: Group) -> list[Cell]:
 
 def _head(metric: Metric) -> str:
     arrow = "\u2193" if metric.lower_is_better else "\u2191"
-    return f"{metric.title} {arrow}" + (" %" if metric.is_share else "")
+    return f"{metric.title}{', %' if metric.is_share else ''}\u00a0{arrow}"
 
 
 def differences_table(results: Results, other: str = "random") -> Table | None:
@@ -88,9 +88,10 @@ def differences_table(results: Results, other: str = "random") -> Table | None:
     found: dict[tuple[int, int], dict[str, Difference]] = {}
     position = {id(group): i for i, group in enumerate(results.groups)}
     for strategy in strategies:
-        if strategy == other:
-            continue
-        for d in against(results, strategy, other):
+        differences = against(results, strategy, other) if strategy != other else []
+        if strategy in REFERENCES and len({id(d.other) for d in differences}) > 1:
+            continue  # one model against every setting of the other: a row each says nothing
+        for d in differences:
             found.setdefault((position[id(d.group)], position[id(d.other)]), {})[d.metric.name] = d
     if not found:
         return None
