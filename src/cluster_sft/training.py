@@ -102,10 +102,15 @@ def worker(job: dict[str, Any]) -> None:
             f"launch.processes asks for {job['processes']} processes, but accelerate started a "
             f"group of {accelerator.num_processes}; check the environment's launcher variables"
         )
-    session = _open_session(job, accelerator)
-    done = _resume(session)
-    train(session, done)
-    _write_results(session, Path(job["model"]), Path(job["out"]))
+    try:
+        session = _open_session(job, accelerator)
+        train(session, _resume(session))
+        _write_results(session, Path(job["model"]), Path(job["out"]))
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"train: GPU {accelerator.local_process_index} is out of memory; lower "
+            "launch.micro_batch or launch.batch_tokens, or set launch.gradient_checkpointing: true"
+        ) from error
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -169,11 +174,14 @@ def _resume(session: Session) -> int:
 def _write_results(session: Session, source: Path, out: Path) -> None:
     accelerator = session.accelerator
     peak = torch.tensor([_peak_memory(accelerator.device)], dtype=torch.float64)
-    peaks = accelerator.gather(peak.to(accelerator.device))
+    peaks = cast("torch.Tensor", accelerator.gather(peak.to(accelerator.device)))
     if not accelerator.is_main_process:
         return
     model = accelerator.unwrap_model(session.row_loss).model
     model.to(SAVED_DTYPES[session.params.precision]).save_pretrained(out)
+    # safetensors 0.8 writes files that only their owner can read.
+    for weights in out.glob("*.safetensors"):
+        weights.chmod((out / "config.json").stat().st_mode)
     load_tokenizer(str(source)).save_pretrained(out)
     log = session.scratch / TRAIN_LOG
     shutil.copyfile(log, out / TRAIN_LOG)

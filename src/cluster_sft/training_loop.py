@@ -12,7 +12,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from accelerate import Accelerator
@@ -104,13 +104,12 @@ def _run_step(session: Session, index: int, *, is_due: bool) -> tuple[dict[str, 
     )
     local, row_losses = _accumulate(session, shares[accelerator.process_index])
     facts = torch.stack([local, torch.full_like(local, float(is_due))])
-    loss, due = accelerator.reduce(facts, reduction="sum").tolist()
+    loss, due = cast("Tensor", accelerator.reduce(facts, reduction="sum")).tolist()
     if not math.isfinite(loss):
         _raise_not_finite(session, index, row_losses)
-    norm = accelerator.clip_grad_norm_(
-        session.row_loss.parameters(), params.max_grad_norm or math.inf
-    )
-    norm = float(norm)
+    bound = params.max_grad_norm or math.inf
+    norm = accelerator.clip_grad_norm_(session.row_loss.parameters(), bound)
+    norm = float(cast("Tensor", norm))
     if not math.isfinite(norm):
         _raise_not_finite(session, index, row_losses)
     rate = _learning_rate(session, index)
