@@ -186,9 +186,9 @@ def test_files_elsewhere_cannot_be_written(tmp_path):
                 except OSError:
                     pass
         for path in ({str(package / "sandbox.py")!r}, "/usr/bin/env"):
-            for attempt in (lambda: open(path, "a"), lambda: os.unlink(path), lambda: os.chmod(path, 0)):
+            for attempt in (lambda p: open(p, "a"), os.unlink, lambda p: os.chmod(p, 0)):
                 try:
-                    attempt()
+                    attempt(path)
                     print("changed", path)
                 except OSError:
                     pass

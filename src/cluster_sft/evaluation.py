@@ -17,7 +17,7 @@ def run(
     params: EvaluateParams,
     *,
     suite: Path,
-    prepare: Path,
+    dataset: Path,
     model: str,
     out: Path,
     scratch: Path,
@@ -31,7 +31,7 @@ def run(
     Args:
         params: what can change the scores.
         suite: the suite's folder.
-        prepare: leaf of the prepared data, for its held-out rows.
+        dataset: leaf of the prepared data, for its held-out rows.
         model: name of the model, or the leaf of a trained one.
         out: empty folder for the payload.
         scratch: folder for what may be lost.
@@ -41,8 +41,15 @@ def run(
         UserError: the suite, the model or the data cannot be read, or a data set is out of reach.
     """
     spec = suites.read(suite)
+    rule = suites.Rule(
+        dtype=params.dtype,
+        template=params.template,
+        limit=params.limit,
+        max_new_tokens=params.max_new_tokens,
+        allow_code_execution=params.allow_code_execution,
+    )
     evaluation = suites.Evaluation(
-        suite, spec, params, prepare, model, out, scratch, launch.processes
+        suite, spec, rule, dataset, model, out, scratch, launch.processes
     )
     scores = suites.get(spec["kind"]).run(evaluation)
     write_json(

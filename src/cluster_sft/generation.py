@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ def generate(
     *,
     dtype: str,
     max_new_tokens: int,
+    ends: Sequence[int] = (),
     stop: Sequence[str] = (),
 ) -> tuple[list[str], str]:
     """Continue every prompt greedily; return the texts and the engine that made them.
@@ -42,16 +44,18 @@ def generate(
         prompts: tokens of each prompt, special tokens included.
         dtype: of the weights, bf16 or fp32.
         max_new_tokens: at most so many for each, less where the model's context ends.
-        stop: texts before which a continuation ends, beside the model's end tokens.
+        ends: tokens that end a continuation, beside the model's own and the tokenizer's.
+        stop: texts before which a continuation ends.
 
     Raises:
         UserError: a prompt leaves no room in the model's context, or the model cannot be loaded.
     """
     if torch.cuda.is_available() and importlib.util.find_spec("vllm"):
-        texts = _generate_vllm(name, prompts, dtype, max_new_tokens, stop)
-        return [cut(text, stop) for text in texts], "vllm"
+        return _generate_vllm(name, prompts, dtype, max_new_tokens, ends, stop), "vllm"
     model = load_model(name, dtype=dtype, device="auto")
-    texts = continue_prompts(model, tokenizer, prompts, max_new_tokens=max_new_tokens, stop=stop)
+    texts = continue_prompts(
+        model, tokenizer, prompts, max_new_tokens=max_new_tokens, ends=ends, stop=stop
+    )
     return texts, "transformers"
 
 
@@ -61,6 +65,7 @@ def continue_prompts(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
+    ends: Sequence[int] = (),
     stop: Sequence[str] = (),
     batch_rows: int = BATCH_ROWS,
 ) -> list[str]:
@@ -74,6 +79,7 @@ def continue_prompts(
             f"prompt {long[0]} has {len(prompts[long[0]])} tokens, the model's context {context}; "
             "leave it out of the suite or take a model with a longer context"
         )
+    all_ends = sorted({*ends, *end_tokens(model, tokenizer)})
     texts = [""] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     with tqdm(total=len(prompts), desc="generating", unit="prompt") as bar:
@@ -81,7 +87,8 @@ def continue_prompts(
             batch = order[start : start + batch_rows]
             room = context - len(prompts[batch[0]]) if context else max_new_tokens
             new = min(max_new_tokens, room)
-            found = _continue_batch(model, tokenizer, [prompts[i] for i in batch], new, stop)
+            rows = [prompts[i] for i in batch]
+            found = _continue_batch(model, tokenizer, rows, new, all_ends, stop)
             for i, text in zip(batch, found, strict=True):
                 texts[i] = text
             bar.update(len(batch))
@@ -95,9 +102,9 @@ def cut(text: str, stop: Sequence[str]) -> str:
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return every token that ends an answer: the model's own and the tokenizer's."""
-    known = model.generation_config.eos_token_id if model.generation_config else None
-    found = set(known if isinstance(known, list) else [known])
-    return sorted(token for token in found | {tokenizer.eos_token_id} if token is not None)
+    known: Any = model.generation_config.eos_token_id if model.generation_config else None
+    found = [*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id]
+    return sorted({int(token) for token in found if token is not None})
 
 
 @torch.inference_mode()
@@ -106,9 +113,9 @@ def _continue_batch(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Sequence[int]],
     max_new_tokens: int,
+    ends: list[int],
     stop: Sequence[str],
 ) -> list[str]:
-    ends = end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
     width = max(map(len, prompts))
     padded = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts])
@@ -123,7 +130,8 @@ def _continue_batch(
     )
     kept, model.generation_config = model.generation_config, config
     try:
-        output = model.generate(
+        generate_tokens: Any = model.generate
+        output = generate_tokens(
             padded.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=config,
@@ -135,7 +143,7 @@ def _continue_batch(
     for row in output[:, width:].tolist():
         # By position, since padding may be spelled like the end token.
         end = next((j for j, token in enumerate(row) if token in ends), len(row))
-        texts.append(cut(tokenizer.decode(row[:end], skip_special_tokens=True), stop))
+        texts.append(cut(str(tokenizer.decode(row[:end], skip_special_tokens=True)), stop))
     return texts
 
 
@@ -163,14 +171,17 @@ def _generate_vllm(
     prompts: Sequence[Sequence[int]],
     dtype: str,
     max_new_tokens: int,
+    ends: Sequence[int],
     stop: Sequence[str],
 ) -> list[str]:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     from cluster_sft.models import local_path
 
     kinds = {"bf16": "bfloat16", "fp32": "float32"}
     engine = LLM(model=str(local_path(name)), dtype=kinds[dtype], seed=0)
-    settings = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, stop=list(stop))
+    settings = SamplingParams(
+        temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=list(ends), stop=list(stop)
+    )
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    return [result.outputs[0].text for result in engine.generate(inputs, settings)]
+    return [cut(result.outputs[0].text, stop) for result in engine.generate(inputs, settings)]

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -24,19 +24,23 @@ SUITES = Path("data/suites")
 SPEC = "suite.yaml"
 
 
-class Rule(Protocol):
-    """The parameters of an evaluation that a kind may read."""
+@dataclass(frozen=True)
+class Rule:
+    """The parameters of an evaluation that a kind may read.
 
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def template(self) -> str: ...
-    @property
-    def limit(self) -> int | None: ...
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def allow_code_execution(self) -> bool: ...
+    Attributes:
+        dtype: of the model's weights, bf16 or fp32.
+        template: the training template, for prompts.
+        limit: only so many rows, problems or questions; None for all.
+        max_new_tokens: of each answer.
+        allow_code_execution: whether model-written code may run.
+    """
+
+    dtype: str = "bf16"
+    template: str = "auto"
+    limit: int | None = None
+    max_new_tokens: int = 512
+    allow_code_execution: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Evaluation:
     Attributes:
         suite: the suite's folder.
         spec: its suite.yaml, checked against the kind's options.
-        prepare: leaf of the prepared data.
+        params: what can change the scores.
+        dataset: leaf of the prepared data.
         model: name of the model, or a directory.
         out: folder for `samples.jsonl`.
         scratch: folder for what may be lost.
@@ -56,7 +61,7 @@ class Evaluation:
     suite: Path
     spec: Mapping[str, Any]
     params: Rule
-    prepare: Path
+    dataset: Path
     model: str
     out: Path
     scratch: Path

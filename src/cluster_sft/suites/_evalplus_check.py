@@ -74,7 +74,7 @@ def _import_evalplus_data() -> tuple[types.ModuleType, types.ModuleType]:
     # evalplus.data imports `datasets` for a benchmark of its own, which is not used here: half a
     # second for each problem.
     stand_in = types.ModuleType("datasets")
-    stand_in.load_dataset = None
+    vars(stand_in)["load_dataset"] = None
     sys.modules.setdefault("datasets", stand_in)
     from evalplus import sanitize
     from evalplus.data import mbpp
@@ -89,13 +89,14 @@ def _expected(dataset: str, problem: dict[str, Any], tests: str) -> tuple[list[A
     from evalplus.gen.util import trusted_exec
 
     not_none = dataset == "mbpp" and problem["entry_point"] in MBPP_OUTPUT_NOT_NONE_TASKS
-    return trusted_exec(
+    outputs, seconds = trusted_exec(
         problem["prompt"] + problem["canonical_solution"],
         problem[tests],
         problem["entry_point"],
         record_time=True,
         output_not_none=not_none,
     )
+    return list(outputs), list(seconds)
 
 
 def _check(

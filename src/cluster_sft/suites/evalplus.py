@@ -69,19 +69,21 @@ def run(evaluation: Evaluation) -> Scores:
         return Scores(reason=f"no sandbox ({fault})")
     from cluster_sft.generation import generate
     from cluster_sft.models import load_tokenizer
+    from cluster_sft.rendering import stop_tokens
 
     dataset = evaluation.spec["dataset"]
     path = problem_file(evaluation)
     problems = read_problems(path, dataset)[: evaluation.params.limit]
     check_scoring(dataset, problems[0], path)
     tokenizer = load_tokenizer(evaluation.model)
-    prompts = [prompt_tokens(tokenizer, evaluation.params.template, p) for p in problems]
+    prompts = chat_prompts(tokenizer, evaluation.params.template, problems)
     outputs, engine = generate(
         evaluation.model,
         tokenizer,
         prompts,
         dtype=evaluation.params.dtype,
         max_new_tokens=evaluation.params.max_new_tokens,
+        ends=stop_tokens(tokenizer, evaluation.params.template),
         stop=STOP,
     )
     outputs = [output.replace("\t", "    ") for output in outputs]
@@ -170,19 +172,28 @@ def _problem(line: str, where: str, dataset: str) -> dict[str, Any]:
     return problem
 
 
-def prompt_tokens(
-    tokenizer: PreTrainedTokenizerBase, template: str, problem: Mapping[str, Any]
-) -> list[int]:
-    """Return the tokens of EvalPlus's chat prompt under the training template.
+def chat_prompts(
+    tokenizer: PreTrainedTokenizerBase, template: str, problems: Sequence[Mapping[str, Any]]
+) -> list[list[int]]:
+    """Return the tokens of EvalPlus's chat prompts under the training template.
 
     The answer is begun with EvalPlus's words and an open code block, as EvalPlus does.
-    """
-    from cluster_sft.rendering import render_prompt
 
-    request = f"{INSTRUCTION}\n```\n{problem['prompt'].strip()}\n```\n"
-    prompt = render_prompt(tokenizer, template, [{"role": "user", "content": request}])
-    begun = f"{RESPONSE}\n```python\n"
-    return tokenizer(prompt + begun, add_special_tokens=False)["input_ids"]
+    Raises:
+        UserError: the template does not exist or takes no single question.
+    """
+    from cluster_sft.rendering import TemplateRefusal, prompt_tokens
+
+    requests = [f"{INSTRUCTION}\n```\n{p['prompt'].strip()}\n```\n" for p in problems]
+    conversations = [[{"role": "user", "content": request}] for request in requests]
+    begun = tokenizer(f"{RESPONSE}\n```python\n", add_special_tokens=False)["input_ids"]
+    try:
+        prompts = prompt_tokens(tokenizer, template, conversations)
+    except TemplateRefusal as error:
+        raise UserError(
+            f"model.template {template!r} refuses a single question ({error}); name another one"
+        ) from error
+    return [[*prompt, *begun] for prompt in prompts]
 
 
 def check_scoring(dataset: str, problem: Mapping[str, Any], path: Path) -> None:

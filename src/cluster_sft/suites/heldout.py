@@ -30,7 +30,7 @@ def run(evaluation: Evaluation) -> Scores:
     from cluster_sft.artifacts import read_table
     from cluster_sft.models import load_model
 
-    rows = read_table(evaluation.prepare, "heldout.parquet", ["id", "input_ids", "labels"])
+    rows = read_table(evaluation.dataset, "heldout.parquet", ["id", "input_ids", "labels"])
     rows = rows.sort("id").head(evaluation.params.limit or len(rows))
     if rows.is_empty():
         return Scores(reason="no held-out rows; set data.holdout above 0")

@@ -33,8 +33,8 @@ def run(evaluation: Evaluation) -> Scores:
     Raises:
         UserError: a task is unknown, unsafe or without accuracy, or its data are out of reach.
     """
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
+    from lm_eval import evaluator
+    from lm_eval.models import huggingface
 
     from cluster_sft.models import load_model, load_tokenizer
 
@@ -49,8 +49,11 @@ def run(evaluation: Evaluation) -> Scores:
             f"and a tokenizer with a template, got template {evaluation.params.template!r}"
         )
     model = load_model(evaluation.model, dtype=evaluation.params.dtype, device="auto")
+    # Decorators hide the signatures of both from type checkers.
+    simple_evaluate: Any = evaluator.simple_evaluate
+    wrap: Any = huggingface.HFLM
     results = simple_evaluate(
-        model=HFLM(
+        model=wrap(
             pretrained=model,
             tokenizer=tokenizer,
             batch_size=BATCH_ROWS,
@@ -96,8 +99,8 @@ def load_tasks(evaluation: Evaluation) -> tuple[dict[str, Task], TaskManager]:
     except Exception as error:  # of lm-eval, datasets, the Hub's client or a task's own code
         text = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
-            f"{where}: lm-eval cannot load {', '.join(wanted)}: {text}; check the names, connect to "
-            "the network (HF_HUB_OFFLINE unset), or give local data_files in a task file"
+            f"{where}: lm-eval cannot load {', '.join(wanted)}: {text}; check the names, connect "
+            "to the network (HF_HUB_OFFLINE unset), or give local data_files in a task file"
         ) from error
     if unsafe := [name for name, task in tasks.items() if getattr(task, "UNSAFE_CODE", False)]:
         raise UserError(
@@ -215,10 +218,17 @@ class _Dumper(yaml.SafeDumper):
     """Writes what `_Loader` reads."""
 
 
-_Loader.add_constructor("!function", lambda loader, node: _Function(loader.construct_scalar(node)))
-_Dumper.add_representer(
-    _Function, lambda dumper, text: dumper.represent_scalar("!function", str(text))
-)
+def _read_function(loader: yaml.SafeLoader, node: yaml.Node) -> _Function:
+    assert isinstance(node, yaml.ScalarNode)
+    return _Function(loader.construct_scalar(node))
+
+
+def _write_function(dumper: yaml.SafeDumper, text: _Function) -> yaml.Node:
+    return dumper.represent_scalar("!function", str(text))
+
+
+_Loader.add_constructor("!function", _read_function)
+_Dumper.add_representer(_Function, _write_function)
 
 KIND = Kind(
     run,
