@@ -96,7 +96,8 @@ def test_head_is_exact_unknown_transform_is_told_and_full_forward_is_right():
 
 
 def test_token_log_probs_gradient_in_chunks_equals_cross_entropys(monkeypatch):
-    monkeypatch.setattr(heads, "CHUNK_ROWS", 4)
+    monkeypatch.setitem(heads.CHUNK_ROWS, "cpu", 4)
+    monkeypatch.setitem(heads.SOFTMAX_BYTES, "cpu", 2 * 50 * 8)
     model = random_model(CONFIGS["llama"])
     input_ids, mask, positions, targets = random_batch()
     logits = model(input_ids, attention_mask=mask).logits.flatten(0, 1)[positions]
