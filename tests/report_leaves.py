@@ -201,6 +201,7 @@ class Workspace:
         kind, metrics = "heldout", []
         if suite.startswith("evalplus"):
             kind, n = "evalplus", 8
+            _write_answers(leaf, base, plus, n)
             metrics = [
                 _share("evalplus_base_pass1", base, n),
                 _share("evalplus_plus_pass1", plus, n),
@@ -219,6 +220,19 @@ class Workspace:
 
 def _share(name: str, value: float, n: int) -> dict[str, Any]:
     return {"name": name, "value": value, "stderr": float(np.sqrt(value * (1 - value) / n)), "n": n}
+
+
+def _write_answers(leaf: Path, base: float, plus: float, n: int) -> None:
+    """Write answers of which the first ones pass: better models solve the same and more."""
+    rows = [
+        {"task_id": f"T/{i}", "base": _status(i < base * n), "plus": _status(i < plus * n)}
+        for i in range(n)
+    ]
+    (leaf / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _status(passed: bool) -> str:
+    return "pass" if passed else "fail"
 
 
 def _write_samples(leaf: Path, level: float, seed: int) -> tuple[float, float]:

@@ -120,8 +120,8 @@ def test_paired_error_equals_the_bootstrap_over_rows(workspace):
     np = pytest.importorskip("numpy")
     results = collect([workspace.point("cluster"), workspace.point("random")])
     (nll,) = [d for d in comparison.against(results, "cluster", "random") if d.metric == NLL]
-    a, b = (results.row_losses[i] for i in (0, 1))
-    tokens, gap = a["tokens"].to_numpy(), (a["loss"] - b["loss"]).to_numpy()
+    a, b = (results.items["heldout_nll"][i] for i in (0, 1))
+    tokens, gap = a["weight"].to_numpy(), (a["total"] - b["total"]).to_numpy()
     draws = np.random.default_rng(0).integers(0, len(gap), (4000, len(gap)))
     spread = (gap[draws].sum(1) / tokens[draws].sum(1)).std()
     assert nll.margin == pytest.approx(comparison.Z * spread, rel=0.06)

@@ -1,7 +1,7 @@
 """Which differences between groups exceed their error, and which do not.
 
-Errors are taken over evaluated items, and over seeds where there are several. Two groups that
-answered the same held-out rows are compared row by row, which removes what the rows share.
+Errors are taken over evaluated items, and over seeds where there are several. Groups that answered
+the same items are compared item by item, else as if they had answered different ones.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-import polars as pl
-
+from cluster_sft.pairing import paired_error
 from cluster_sft.points import METRICS, Estimate, Group, Metric, setting, varying
 from cluster_sft.results import Results
 
@@ -48,10 +46,9 @@ def compare(results: Results, group: Group, other: Group, metric: Metric) -> Dif
     if mine is None or theirs is None:
         return None
     value = mine.value - theirs.value
-    if metric.name == "heldout_nll":
-        error = _paired_error(results, group, other)
-        if error is not None:
-            return Difference(metric, group, other, value, Z * error, paired=True)
+    error = paired_error(results.items, metric, group, other)
+    if error is not None:
+        return Difference(metric, group, other, value, Z * error, paired=True)
     errors = [_spread(metric, mine), _spread(metric, theirs)]
     known = [e for e in errors if e is not None]
     margin = Z * math.hypot(*known) if len(known) == 2 else None
@@ -87,43 +84,6 @@ def interval(metric: Metric, estimate: Estimate) -> tuple[float, float] | None:
     center = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
     half = Z / (1 + Z**2 / n) * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
     return max(0.0, center - half), min(1.0, center + half)
-
-
-def _paired_error(results: Results, group: Group, other: Group) -> float | None:
-    """Return the standard error of the difference of two held-out NLLs over the same rows.
-
-    The NLL is a ratio, sum of row losses over sum of row tokens t_i. With d_i the difference of
-    row i's summed losses and D the difference of the ratios, the residuals d_i - D t_i give its
-    variance, n / (n - 1) * sum (d_i - D t_i)^2 / (sum t_i)^2; seeds add sd^2 / seeds of each side.
-    """
-    mine, theirs = _row_losses(results, group), _row_losses(results, other)
-    if mine is None or theirs is None:
-        return None
-    both = mine.join(theirs, on="id", how="inner", suffix="_other")
-    if len(both) != len(mine) or len(both) != len(theirs) or len(both) < 2:
-        return None
-    tokens = both["tokens"].to_numpy()
-    gap = (both["loss"] - both["loss_other"]).to_numpy()
-    residual = gap - gap.sum() / tokens.sum() * tokens
-    n = len(both)
-    variance = n / (n - 1) * float(np.square(residual).sum()) / float(tokens.sum()) ** 2
-    for side in (group, other):
-        sd = side.estimates["heldout_nll"].sd
-        variance += (sd or 0.0) ** 2 / len(side.points)
-    return math.sqrt(variance)
-
-
-def _row_losses(results: Results, group: Group) -> pl.DataFrame | None:
-    """Return id, tokens and loss (nats, summed over tokens) of held-out rows, mean over seeds."""
-    if any(point not in results.row_losses for point in group.points):
-        return None
-    frames = pl.concat(results.row_losses[point] for point in group.points)
-    means = frames.group_by("id", maintain_order=True).agg(
-        pl.col("tokens").first(), pl.col("loss").mean(), pl.len().alias("seeds")
-    )
-    if (means["seeds"] != len(group.points)).any():
-        return None
-    return means.drop("seeds")
 
 
 def against(results: Results, strategy: str, other: str) -> list[Difference]:

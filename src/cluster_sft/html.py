@@ -59,7 +59,7 @@ def render(
         notes=headline.notes(results),
         results=tables.results_table(results),
         differences=tables.differences_table(results),
-        paired=any(d.paired for s in looks for d in against(results, s, headline.CONTROL)),
+        paired=_paired(results),
         seeds=seeds,
         runs=tables.runs_table(results) if seeds else None,
         items=_items(results),
@@ -109,6 +109,13 @@ def _name(colour: str) -> str:
 
 def _variable(colour: str) -> str:
     return f"var({_name(colour)})"
+
+
+def _paired(results: Results) -> str:
+    """Return the metrics whose differences are taken item by item."""
+    strategies = dict.fromkeys(g.strategy for g in results.groups)
+    found = [d for s in strategies for d in against(results, s, headline.CONTROL)]
+    return ", ".join(dict.fromkeys(d.metric.title for d in found if d.paired))
 
 
 def _items(results: Results) -> str:

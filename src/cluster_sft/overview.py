@@ -12,6 +12,7 @@ from cluster_sft.labels import axis_name, label
 from cluster_sft.points import Point, varying
 from cluster_sft.results import Results, selected_sizes
 
+REASONS = {"max_samples": "beyond max_samples"}
 MAX_SUBSETS = 12  # bars; more are left to the table
 
 
@@ -69,13 +70,16 @@ def way(results: Results, clusterings: Sequence[Clustering]) -> list[Step]:
         .sort(["count", "reason"], descending=[True, False])
     )
     dropped = [
-        Step(reason.replace("_", " "), rows, "dropped") for reason, rows in reasons.iter_rows()
+        Step(REASONS.get(reason, str(reason).replace("_", " ")), rows, "dropped")
+        for reason, rows in reasons.iter_rows()
     ]
     total = kept + heldout + sum(step.rows for step in dropped)
     steps = [Step("source", total, "total"), *dropped]
     if heldout:
         steps.append(Step("held out", heldout, "dropped"))
     steps.append(Step("training set", kept, "total"))
+    if clusterings and (lost := kept - clusterings[0].rows):
+        steps.append(Step("no finite embedding", lost, "dropped"))
     if len(clusterings) == 1:
         balanced = clusterings[0].k * min(clusterings[0].sizes)
         steps.append(Step("balanced clusters, r = 1", balanced, "total"))

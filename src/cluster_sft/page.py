@@ -70,6 +70,7 @@ summary { cursor: pointer; color: var(--muted); }
   tr, li { break-inside: avoid; }
   .scroll { overflow: visible; }
   figure svg { min-width: 0; }
+  details::details-content { content-visibility: visible; block-size: auto; }
 }
 @page { margin: 16mm; }
 """
@@ -178,7 +179,7 @@ Scores with 95% intervals (Wilson's for shares, normal for the NLL). Dashed: the
 <p class="note">
 \u00b1 is half of a 95% interval. \u25b2 better, \u25bc worse, \u2248 within the error.
 {% if paired %}
-The held-out NLL is compared row by row, which is sharper than its two separate errors suggest.
+{{ paired }}: compared item by item, which is sharper than the two separate errors suggest.
 {% endif %}
 </p>
 {% endif %}
@@ -230,7 +231,7 @@ the most weigh the most, and the mean over the subset is 1.
 {% call figure("loss") %}
 Training loss as optimised, that is, weighted where a strategy weighs its rows: it shows whether a
 run is healthy, not which strategy is better.
-{% if seeds %}Mean over seeds, with their range.{% endif %}
+{% if seeds %}Curves are means over seeds; a shade, where drawn, is their range.{% endif %}
 {% endcall %}
 </section>
 {% endif %}

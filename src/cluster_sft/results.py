@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from cluster_sft.artifacts import SUMMARY, read_json, read_table
 from cluster_sft.errors import UserError
+from cluster_sft.pairing import Items, read_items
 from cluster_sft.points import CONTRACT, COSTS, METRICS, Estimate, Group, Metric, Point
 
 
@@ -26,9 +26,7 @@ class Results:
     skipped: pl.DataFrame  # long: point, suite, reason
     loss: pl.DataFrame  # long: point, step, and what the training log holds
     groups: tuple[Group, ...]
-    row_losses: Mapping[
-        int, pl.DataFrame
-    ]  # point: id, tokens, loss (nats, summed) of held-out rows
+    items: Items  # what each evaluated item gave each point
 
 
 SCORES = {
@@ -41,7 +39,6 @@ SCORES = {
     "n": pl.Int64,
 }
 SKIPPED = {"point": pl.Int64, "suite": pl.String, "reason": pl.String}
-ROW_LOSSES = "samples.jsonl"
 LOSS = {
     "point": pl.Int64,
     "step": pl.Int64,
@@ -70,7 +67,7 @@ def collect(points: Sequence[Point]) -> Results:
         skipped=skipped,
         loss=_read_losses(points),
         groups=_group(points, summary),
-        row_losses=_read_row_losses(points, scores),
+        items=read_items(points, scores),
     )
 
 
@@ -110,22 +107,6 @@ def _read_losses(points: Sequence[Point]) -> pl.DataFrame:
         ]
         logs.append(log.select(pl.lit(position, pl.Int64).alias("point"), *columns))
     return pl.concat(logs)
-
-
-def _read_row_losses(points: Sequence[Point], scores: pl.DataFrame) -> dict[int, pl.DataFrame]:
-    """Read what each held-out row cost each point, where a single held-out suite kept it."""
-    suites = scores.filter(pl.col("kind") == "heldout")["suite"].unique().to_list()
-    if len(suites) != 1:
-        return {}
-    found = {}
-    for position, point in enumerate(points):
-        path = point.evaluate.get(suites[0], Path()) / ROW_LOSSES
-        if path.is_file():
-            rows = pl.read_ndjson(path)
-            found[position] = rows.select(
-                "id", tokens=pl.col("n_tokens"), loss=pl.col("nll") * pl.col("n_tokens")
-            )
-    return found
 
 
 def _summarize(points: Sequence[Point], scores: pl.DataFrame) -> pl.DataFrame:
