@@ -120,8 +120,9 @@ def constrained_kmeans(
     """
     x = _checked(x, k=k, seed=seed, n_init=n_init, max_iter=max_iter, tol=tol)
     capacity = capacity_of(len(x), k, alpha)
-    sample = _sample(x, k=k, seed=seed)
-    whole = sample is x
+    whole = len(x) <= (size := _sample_size(x, k))
+    with Table(x, threads=threads) as table:
+        sample = x if whole else table.gather(_sample_rows(len(x), size, seed=seed))
     with Table(sample, threads=threads, block_rows=block_rows) as table:
         limit = capacity_of(len(sample), k, alpha)
         starts = (
@@ -152,7 +153,8 @@ def run(
     if params.k > len(x):
         raise UserError(
             f"cluster.k: must be at most the number of embedded rows, got k = {params.k} and "
-            f"{len(x)} rows in {embeddings}; lower cluster.k (auto is train.workers) or use more data"
+            f"{len(x)} rows in {embeddings}; lower cluster.k (auto is train.workers) or use more "
+            "data"
         )
     found = constrained_kmeans(
         x,
@@ -210,14 +212,14 @@ def _restart(
     return lloyd.run(max_iter=max_iter, tolerance=tol)
 
 
-def _sample(x: NDArray[np.floating], *, k: int, seed: int) -> NDArray[np.floating]:
-    """Return x itself where it is small, else distinct rows drawn at random, in order."""
+def _sample_size(x: NDArray[np.floating], k: int) -> int:
     fitting = SAMPLE_BYTES // (x.itemsize * x.shape[1])
-    size = max(64 * k, min(SAMPLE_ROWS, fitting))
-    if len(x) <= size:
-        return x
-    rng = np.random.default_rng([seed, k, len(x)])
-    return x[np.sort(rng.choice(len(x), size, replace=False))]
+    return max(64 * k, min(SAMPLE_ROWS, fitting))
+
+
+def _sample_rows(n_rows: int, size: int, *, seed: int) -> NDArray[np.int64]:
+    """Return distinct rows drawn at random, ascending."""
+    return np.sort(np.random.default_rng([seed, n_rows]).choice(n_rows, size, replace=False))
 
 
 def _canonical(fit: Fit, *, capacity: int, seed: int) -> Clustering:

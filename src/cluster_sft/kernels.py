@@ -23,6 +23,11 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Labels = NDArray[np.int32]
 
 TILE = 4  # rows x centroids held in registers at a time
 CHUNK = 32  # rows that share a panel of centroids
@@ -42,11 +47,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return njit(nogil=True, error_model="numpy", fastmath=SUMMATION)(function)
 
 
-@intrinsic
-def _widened(_context, value):
+def _widen(_context: Any, value: Any) -> tuple[Any, Callable[..., Any]]:
     """Return a stored value as float64; uint16 holds the bits of a float16."""
 
-    def generate(_, builder, _signature, arguments):
+    def generate(_: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         number = arguments[0]
         if value == types.uint16:
             number = builder.bitcast(number, ir.HalfType())
@@ -55,8 +59,11 @@ def _widened(_context, value):
     return types.float64(value), generate
 
 
+_widened: Any = intrinsic(_widen)
+
+
 @compiled
-def square_norms(x, rows, out):
+def square_norms(x: NDArray[Any], rows: Integers, out: Floats) -> None:
     """Write out[row] = sum of x[row]^2 for each of `rows`."""
     for at in range(rows.size):
         row = x[rows[at]]
@@ -67,8 +74,45 @@ def square_norms(x, rows, out):
         out[rows[at]] = total
 
 
+_madvise: Any = types.ExternalFunction(
+    "madvise", types.int32(types.uintp, types.uintp, types.int32)
+)
+WILL_NEED = 3  # MADV_WILLNEED, on Linux and macOS alike
+
+
 @compiled
-def _tile_products(x0, x1, x2, x3, c0, c1, c2, c3, out):
+def prefetch(x: NDArray[Any], rows: Integers, page: int) -> None:
+    """Ask the system to read the pages of `rows` (ascending) of a mapped x, without waiting.
+
+    Scattered rows then arrive in parallel; page faults alone fetch them one after the other, which
+    takes 16 times as long.
+    """
+    start, end = 0, 0
+    for at in range(rows.size + 1):
+        first, last = end, end
+        if at < rows.size:
+            address = x.ctypes.data + rows[at] * x.strides[0]
+            first = address // page * page
+            last = address + x.shape[1] * x.itemsize
+        if at == rows.size or first > end:
+            if end > start:
+                _madvise(start, end - start, WILL_NEED)
+            start = first
+        end = last
+
+
+@compiled
+def _tile_products(
+    x0: NDArray[Any],
+    x1: NDArray[Any],
+    x2: NDArray[Any],
+    x3: NDArray[Any],
+    c0: Floats,
+    c1: Floats,
+    c2: Floats,
+    c3: Floats,
+    out: Floats,
+) -> None:
     """Add the products of 4 rows with 4 centroids to out (4, 4)."""
     a00 = a01 = a02 = a03 = 0.0
     a10 = a11 = a12 = a13 = 0.0
@@ -115,7 +159,14 @@ def _tile_products(x0, x1, x2, x3, c0, c1, c2, c3, out):
 
 
 @compiled
-def square_distances(x, rows, norms, centers, center_norms, out):
+def square_distances(
+    x: NDArray[Any],
+    rows: Integers,
+    norms: Floats,
+    centers: Floats,
+    center_norms: Floats,
+    out: Floats,
+) -> None:
     """Write out[row, k] = |x[row] - centers[k]|^2 for each of `rows` and k < K.
 
     Args:
@@ -157,13 +208,24 @@ def square_distances(x, rows, norms, centers, center_norms, out):
 
 
 @compiled
-def move_rows(x, rows, source, target, low, high, sums):
+def move_rows(
+    x: NDArray[Any],
+    rows: Integers,
+    source: Labels,
+    target: Labels,
+    low: int,
+    high: int,
+    sums: Floats,
+) -> None:
     """Take each row from the sum of its source and add it to that of its target, in order.
 
     Args:
         x: (N, H), see `square_distances`.
-        rows, source, target: (R,) integers; a source of -1 is none.
-        low, high: columns to work on.
+        rows: (R,) int64.
+        source: (R,) int32, -1 for none.
+        target: (R,) int32.
+        low: first column to work on.
+        high: last column, plus 1.
         sums: (K, H) float64, updated.
     """
     for at in range(rows.size):
@@ -178,7 +240,7 @@ def move_rows(x, rows, source, target, low, high, sums):
 
 
 @compiled
-def nearest(cost, prices, low, high, out):
+def nearest(cost: Floats, prices: Floats, low: int, high: int, out: Labels) -> None:
     """Write out[row] = the lowest k of least cost + price, for rows low to high."""
     for row in range(low, high):
         best, at = cost[row, 0] + prices[0], 0
@@ -187,3 +249,48 @@ def nearest(cost, prices, low, high, out):
             if value < best:
                 best, at = value, k
         out[row] = at
+
+
+@compiled
+def uncertain(
+    cost: Floats,
+    read_at: Labels,
+    travel: Floats,
+    prices: Floats,
+    slack: float,
+    labels: Labels,
+    low: int,
+    high: int,
+    out: NDArray[np.bool_],
+) -> None:
+    """Write out[row] = whether the label may be wrong after the centroids moved, low <= row < high.
+
+    A centroid that travelled by t since the row was read is at a distance within t of the old one.
+    The label is certain if its cost + price is least for all distances in these intervals: then
+    labels and prices satisfy the optimality conditions for the true costs. It is the bound of
+    Hamerly ("Making k-means even faster", SDM 2010) with prices.
+
+    Args:
+        cost: (N, K) float64, squared distances when the row was read.
+        read_at: (N,) int32, the iteration at which it was.
+        travel: (T, K) float64, path lengths of the centroids up to each iteration; the last is now.
+        prices: (K,) float64.
+        slack: margin asked for on top.
+        labels: (N,) int32.
+        low: first row to work on.
+        high: last row, plus 1.
+        out: (N,) bool.
+    """
+    now = travel.shape[0] - 1
+    for row in range(low, high):
+        out[row] = False
+        then = read_at[row]
+        if then == now:
+            continue
+        own = labels[row]
+        most = np.sqrt(cost[row, own]) + travel[now, own] - travel[then, own]
+        most = most * most + prices[own] + slack
+        for k in range(prices.size):
+            least = max(np.sqrt(cost[row, k]) - (travel[now, k] - travel[then, k]), 0.0)
+            if k != own and least * least + prices[k] < most:
+                out[row] = True

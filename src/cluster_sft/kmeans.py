@@ -20,6 +20,9 @@ from cluster_sft import assignment, kernels
 from cluster_sft.errors import UserError
 from cluster_sft.passes import Table
 
+STREAM_SHARE = 0.3  # of the rows: to read more, read the table in order, which disks do faster
+ROUND_UP = 1 + 1e-9  # keeps bounds on distances safe from their own rounding
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -64,6 +67,10 @@ class Lloyd:
         self.cost = np.empty((table.n_rows, n_clusters))
         self.labels = np.empty(table.n_rows, np.int32)
         self.sums = np.zeros((n_clusters, table.width))
+        self.rows_read = table.n_rows
+        self._price_move = 0.0
+        self._travel = [np.zeros(n_clusters)]
+        self._read_at = np.zeros(table.n_rows, np.int32)
         self._read_all()
 
     def _read_all(self) -> None:
@@ -82,31 +89,71 @@ class Lloyd:
 
     def step(self) -> int:
         """Assign, then move the centroids to their means; return the labels that changed."""
-        labels, self.prices = assignment.solve(self.cost, self.capacity, self.prices, additive=True)
-        _fill_empty(labels, self.cost)
+        labels = self._assign()
+        if not np.bincount(labels, minlength=len(self.centers)).all():
+            self._read(np.arange(self.table.n_rows))
+            labels = self._assign()
+            _fill_empty(labels, self.cost)
         changed = np.flatnonzero(labels != self.labels)
         self.table.move_rows(changed, self.labels[changed], labels[changed], self.sums)
         self.labels = labels
         counts = np.bincount(labels, minlength=len(self.centers))
-        self.centers = self.sums / counts[:, None]
+        self._move_centers(self.sums / counts[:, None])
         return changed.size
 
-    def measure(self) -> None:
-        """Read the table again for the distances to the present centroids."""
-        rows = np.arange(self.table.n_rows)
+    def _assign(self) -> NDArray[np.int32]:
+        """Return optimal labels for the present centroids, reading only rows that could matter.
+
+        Rows whose label is certain whatever their exact distances keep their old ones. Which rows
+        to read before solving is a guess; after solving it is checked, and the rows that fail are
+        read and the problem solved again, so that the labels are optimal for the true distances.
+        """
+        self._read(self._uncertain(self.labels, slack=self._expected_price_move()))
+        before = self.prices
+        while True:
+            labels, self.prices = assignment.solve(
+                self.cost, self.capacity, self.prices, additive=True
+            )
+            rows = self._uncertain(labels, slack=0.0)
+            if not rows.size:
+                self._price_move = float(np.ptp(self.prices - before))
+                return labels
+            self._read(rows)
+
+    def _expected_price_move(self) -> float:
+        """Return how far prices may move: as last time, in proportion to the centroids."""
+        if len(self._travel) < 3:
+            return self._price_move
+        moves = np.diff(self._travel[-3:], axis=0).max(axis=1)
+        return self._price_move * float(moves[1] / moves[0]) if moves[0] > 0 else 0.0
+
+    def _uncertain(self, labels: NDArray[np.int32], *, slack: float) -> NDArray[np.int64]:
+        travel = np.array(self._travel)
+        return self.table.uncertain(self.cost, self._read_at, travel, self.prices, slack, labels)
+
+    def _read(self, rows: NDArray[np.int64]) -> None:
+        """Measure rows against the present centroids; all rows where most are asked for."""
+        if rows.size > STREAM_SHARE * self.table.n_rows:
+            rows = np.arange(self.table.n_rows)
+        self.rows_read += rows.size
         self.table.square_distances(rows, self.norms, self.centers, self.cost)
+        self._read_at[rows] = len(self._travel) - 1
+
+    def _move_centers(self, centers: NDArray[np.float64]) -> None:
+        moved = np.sqrt(((centers - self.centers) ** 2).sum(axis=1)) * ROUND_UP
+        self._travel.append(self._travel[-1] + moved)
+        self.centers = centers
 
     def run(self, *, max_iter: int, tolerance: float) -> Fit:
         """Iterate until at most `tolerance` x N labels change; measure against the last means."""
         n_iter = 1
         self.step()
         while n_iter < max_iter:
-            self.measure()
             n_iter += 1
             if self.step() <= tolerance * self.table.n_rows:
                 break
-        self.centers = self.centers.astype(np.float32).astype(np.float64)
-        self.measure()
+        self._move_centers(self.centers.astype(np.float32).astype(np.float64))
+        self._read(np.arange(self.table.n_rows))
         own = self.cost[np.arange(self.table.n_rows), self.labels]
         return Fit(self.labels, self.centers, self.prices, self.cost, float(own.sum()), n_iter)
 
@@ -125,7 +172,7 @@ def seed_centers(table: Table, *, k: int, rng: np.random.Generator) -> NDArray[n
     _check_finite(norms, first=0)
     chosen = [int(rng.integers(table.n_rows))]
     nearest = np.empty((table.n_rows, 1))
-    table.square_distances(every, norms, _rows(table, chosen), nearest)
+    table.square_distances(every, norms, table.gather(np.array(chosen)).astype(np.float64), nearest)
     nearest = nearest[:, 0]
     n_draws = 2 + int(math.log(k))
     cost = np.empty((table.n_rows, n_draws))
@@ -137,17 +184,12 @@ def seed_centers(table: Table, *, k: int, rng: np.random.Generator) -> NDArray[n
             continue
         drawn = np.searchsorted(ladder, rng.random(n_draws) * ladder[-1], side="right")
         drawn = np.minimum(drawn, np.flatnonzero(nearest)[-1])
-        table.square_distances(every, norms, _rows(table, drawn), cost)
+        table.square_distances(every, norms, table.gather(drawn).astype(np.float64), cost)
         np.minimum(cost, nearest[:, None], out=cost)
         best = int(cost.sum(axis=0).argmin())
         chosen.append(int(drawn[best]))
         nearest = cost[:, best].copy()
-    return _rows(table, chosen)
-
-
-def _rows(table: Table, rows: list[int] | NDArray[np.int64]) -> NDArray[np.float64]:
-    values = table.x[np.asarray(rows)]
-    return (values.view(np.float16) if values.dtype == np.uint16 else values).astype(np.float64)
+    return table.gather(np.array(chosen)).astype(np.float64)
 
 
 def _fill_empty(labels: NDArray[np.int32], cost: NDArray[np.float64]) -> None:

@@ -9,6 +9,7 @@ Legend: N rows, H features, K clusters, P = K rounded up to a multiple of kernel
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from cluster_sft import kernels
 
 BLOCK_BYTES = 8 << 20  # of a block whose rows are used twice: it stays in the last-level cache
+AHEAD_BYTES = 32 << 20  # read from a mapped file ahead of use
 PIECE_ROWS = 256  # rows that are worth handing to a thread
 
 
@@ -42,6 +44,9 @@ class Table:
         self.n_rows, self.width = view.shape
         self.threads = threads or available_threads()
         self._block_rows = block_rows or max(1, BLOCK_BYTES // max(1, view.itemsize * self.width))
+        self._dtype = plain.dtype
+        self._mapped = isinstance(x, np.memmap) and hasattr(mmap, "MADV_WILLNEED")
+        self._ahead_rows = max(1, AHEAD_BYTES // max(1, view.itemsize * self.width))
         self._pool = ThreadPoolExecutor(self.threads)
 
     def __enter__(self) -> Table:
@@ -57,8 +62,13 @@ class Table:
 
     def blocks(self) -> Iterator[NDArray[np.int64]]:
         """Yield all rows in order, a block at a time."""
-        for low in range(0, self.n_rows, self._block_rows):
-            yield np.arange(low, min(low + self._block_rows, self.n_rows))
+        return self._ahead(np.arange(self.n_rows), self._block_rows)
+
+    def gather(self, rows: NDArray[np.int64]) -> NDArray[np.floating]:
+        """Return a copy of `rows` (ascending), in the table's own dtype."""
+        if self._mapped:
+            kernels.prefetch(self.x, rows, mmap.PAGESIZE)
+        return self.x[rows].view(self._dtype)
 
     def square_norms(self, rows: NDArray[np.int64], out: NDArray[np.float64]) -> None:
         """Write the squared norms of `rows` into out (N,)."""
@@ -78,13 +88,32 @@ class Table:
         padded = np.zeros((-(-n_clusters // kernels.TILE) * kernels.TILE, self.width))
         padded[:n_clusters] = centers
         center_norms = np.einsum("kh,kh->k", centers, centers)
+        for part in self._ahead(rows, self._ahead_rows if self._mapped else rows.size):
+            self._share(
+                part.size,
+                PIECE_ROWS,
+                lambda a, b, part=part: kernels.square_distances(
+                    self.x, part[a:b], norms, padded, center_norms, out
+                ),
+            )
+
+    def uncertain(
+        self,
+        cost: NDArray[np.float64],
+        read_at: NDArray[np.int32],
+        travel: NDArray[np.float64],
+        prices: NDArray[np.float64],
+        slack: float,
+        labels: NDArray[np.int32],
+    ) -> NDArray[np.int64]:
+        """Return the rows whose label may be wrong, see `kernels.uncertain`; reads no features."""
+        out = np.empty(self.n_rows, np.bool_)
         self._share(
-            rows.size,
-            PIECE_ROWS,
-            lambda a, b: kernels.square_distances(
-                self.x, rows[a:b], norms, padded, center_norms, out
-            ),
+            self.n_rows,
+            4096,
+            lambda a, b: kernels.uncertain(cost, read_at, travel, prices, slack, labels, a, b, out),
         )
+        return np.flatnonzero(out)
 
     def move_rows(
         self,
@@ -100,6 +129,14 @@ class Table:
             piece,
             lambda a, b: kernels.move_rows(self.x, rows, source, target, a, b, sums),
         )
+
+    def _ahead(self, rows: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+        """Yield parts of `rows`; while one is in use, the next is on its way from the disk."""
+        for low in range(0, rows.size, max(1, size)):
+            if self._mapped:
+                ahead = rows[low + size : low + 2 * size] if low else rows[: 2 * size]
+                self._pool.submit(kernels.prefetch, self.x, ahead, mmap.PAGESIZE)
+            yield rows[low : low + size]
 
     def _share(self, size: int, piece: int, work: Callable[[int, int], None]) -> None:
         """Run work(low, high) over a division of 0 .. size, at most 4 pieces a thread."""

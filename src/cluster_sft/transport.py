@@ -8,6 +8,8 @@ hence no rounding in the argument, and the prices that come out certify the opti
 where cost + price is least, and only full clusters have a positive price. The prices are a valid
 start for the next, similar problem.
 
+All of it stands in one file: Numba's cache does not notice a change in another.
+
 Legend: N rows, K clusters, R room of one heap. Heap (i, j) orders the rows of cluster i by the
 cost of moving to j. It holds only the cheapest ones; `bound` is the least key that was left out.
 Entries of rows that left cluster i are stale and dropped when they reach the top.
@@ -15,23 +17,44 @@ Entries of rows that left cluster i are stale and dropped when they reach the to
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 INFINITE = np.int64(1) << np.int64(61)
 # Typed, since Numba compiles a function anew for every literal it is called with.
 NONE, FIRST = np.int64(-1), np.int64(0)
 
-# Fields: cost (N, K) float64, base (N,) float64, clamp, scale: the integer cost of (row, j) is
-# round(min(cost - base, clamp) * scale), computed on the fly; label (N,) int32.
-Problem = namedtuple("Problem", "cost base clamp scale label")
-# Fields: key (K, K, R) int64, row (K, K, R) int64, size (K, K) int64, bound (K, K) int64, top_key
-# (K, K) int64, top_row (K, K) int64, built (K,) bool, keep: entries kept when a heap is (re)built.
-Heaps = namedtuple("Heaps", "key row size bound top_key top_row built keep")
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Labels = NDArray[np.int32]
+Integer = int | np.int64
+
+
+class Problem(NamedTuple):
+    """The integer cost of (row, j) is round(min(cost - base, clamp) * scale), on the fly."""
+
+    cost: Floats  # (N, K)
+    base: Floats  # (N,)
+    clamp: float
+    scale: float
+    label: Labels  # (N,)
+
+
+class Heaps(NamedTuple):
+    """The heaps of every pair of clusters, and the cheapest row of each."""
+
+    key: Integers  # (K, K, R)
+    row: Integers  # (K, K, R)
+    size: Integers  # (K, K)
+    bound: Integers  # (K, K)
+    top_key: Integers  # (K, K)
+    top_row: Integers  # (K, K)
+    built: NDArray[np.bool_]  # (K,)
+    keep: Integer  # entries of a heap when it is filled
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +70,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @compiled
-def row_minima(cost, out):
+def row_minima(cost: Floats, out: Floats) -> float:
     """Write the least cost of each row; return the largest excess of any cost over its row's."""
     spread = 0.0
     for row in range(cost.shape[0]):
@@ -62,7 +85,7 @@ def row_minima(cost, out):
 
 
 @compiled
-def excess_of(cost, base, label):
+def excess_of(cost: Floats, base: Floats, label: Labels) -> float:
     """Return the sum over rows of the cost of the label above the row's least cost."""
     total = 0.0
     for row in range(label.size):
@@ -71,23 +94,23 @@ def excess_of(cost, base, label):
 
 
 @compiled
-def _cost(problem, row, j):
+def _cost(problem: Problem, row: int, j: int) -> Integer:
     excess = min(problem.cost[row, j] - problem.base[row], problem.clamp)
     return np.int64(excess * problem.scale + 0.5)
 
 
 @compiled
-def _gain(problem, row, i, j):
+def _gain(problem: Problem, row: int, i: int, j: int) -> Integer:
     return _cost(problem, row, j) - _cost(problem, row, i)
 
 
 @compiled
-def _less(key_a, row_a, key_b, row_b):
+def _less(key_a: int, row_a: int, key_b: int, row_b: int) -> bool:
     return key_a < key_b or (key_a == key_b and row_a < row_b)
 
 
 @compiled
-def _sift_down(key, row, size, at):
+def _sift_down(key: Integers, row: Integers, size: int, at: int) -> None:
     k, r = key[at], row[at]
     while True:
         child = 2 * at + 1
@@ -103,7 +126,7 @@ def _sift_down(key, row, size, at):
 
 
 @compiled
-def _sift_up(key, row, at):
+def _sift_up(key: Integers, row: Integers, at: int) -> None:
     k, r = key[at], row[at]
     while at > 0:
         parent = (at - 1) // 2
@@ -115,7 +138,7 @@ def _sift_up(key, row, at):
 
 
 @compiled
-def _members(label, i):
+def _members(label: Labels, i: int) -> Integers:
     """Return the rows of cluster i, ascending."""
     out = np.empty(label.size, np.int64)
     size = 0
@@ -126,7 +149,7 @@ def _members(label, i):
 
 
 @compiled
-def _select(values, rank):
+def _select(values: Integers, rank: int) -> int:
     """Return the value of the given rank, 0 the least; reorders `values` (Hoare's selection).
 
     Replaces np.partition, whose compilation alone takes 5 seconds.
@@ -154,7 +177,7 @@ def _select(values, rank):
 
 
 @compiled
-def _fill(problem, heaps, members, i, j):
+def _fill(problem: Problem, heaps: Heaps, members: Integers, i: int, j: int) -> None:
     """Refill heap (i, j) with the cheapest rows of cluster i."""
     gains = np.empty(members.size, np.int64)
     for m in range(members.size):
@@ -181,7 +204,7 @@ def _fill(problem, heaps, members, i, j):
 
 
 @compiled
-def _refresh(problem, heaps, i, j):
+def _refresh(problem: Problem, heaps: Heaps, i: int, j: int) -> None:
     """Bring the cheapest row of heap (i, j) to `top_key` and `top_row`."""
     key, row = heaps.key[i, j], heaps.row[i, j]
     size = heaps.size[i, j]
@@ -200,7 +223,7 @@ def _refresh(problem, heaps, i, j):
 
 
 @compiled
-def _build(problem, heaps, i):
+def _build(problem: Problem, heaps: Heaps, i: int) -> None:
     """Build every heap of cluster i from its present rows."""
     members = _members(problem.label, i)
     for j in range(heaps.built.size):
@@ -211,7 +234,7 @@ def _build(problem, heaps, i):
 
 
 @compiled
-def _push(problem, heaps, row, i):
+def _push(problem: Problem, heaps: Heaps, row: int, i: int) -> None:
     """Enter a row that has just joined cluster i into the heaps of i."""
     if not heaps.built[i]:
         return
@@ -234,7 +257,7 @@ def _push(problem, heaps, row, i):
 
 
 @compiled
-def _move(problem, heaps, i, j):
+def _move(problem: Problem, heaps: Heaps, i: int, j: int) -> None:
     """Move the cheapest row of cluster i to cluster j."""
     row = heaps.top_row[i, j]
     problem.label[row] = j
@@ -245,7 +268,17 @@ def _move(problem, heaps, i, j):
 
 
 @compiled
-def _shortest_path(problem, heaps, source, flow, excess, capacity, potential, dist, came):
+def _shortest_path(
+    problem: Problem,
+    heaps: Heaps,
+    source: int,
+    flow: Integers,
+    excess: Integers,
+    capacity: Integers,
+    potential: Integers,
+    dist: Integers,
+    came: Integers,
+) -> Integer:
     """Run Dijkstra from `source`; return the nearest node in deficit, or -1. Updates potentials."""
     n_clusters = capacity.size
     done = np.zeros(n_clusters + 1, np.bool_)
@@ -285,7 +318,9 @@ def _shortest_path(problem, heaps, source, flow, excess, capacity, potential, di
 
 
 @compiled
-def _augment(problem, heaps, source, target, flow, came):
+def _augment(
+    problem: Problem, heaps: Heaps, source: int, target: int, flow: Integers, came: Integers
+) -> None:
     """Send one unit from `source` to `target` along the path found."""
     sink = flow.size
     v = target
@@ -301,8 +336,10 @@ def _augment(problem, heaps, source, target, flow, came):
 
 
 @compiled
-def _start(problem, capacity, price, flow, excess):
-    """Label each row by its least cost + price (the lowest cluster on ties); set the pseudo-flow."""
+def _start(
+    problem: Problem, capacity: Integers, price: Integers, flow: Integers, excess: Integers
+) -> None:
+    """Label rows by their least cost + price, the lowest cluster on ties; set the pseudo-flow."""
     n_clusters = capacity.size
     count = np.zeros(n_clusters, np.int64)
     for row in range(problem.label.size):
@@ -321,7 +358,7 @@ def _start(problem, capacity, price, flow, excess):
 
 
 @compiled
-def _heaps(n_clusters, keep):
+def _heaps(n_clusters: int, keep: Integer) -> Heaps:
     table = np.zeros((4, n_clusters, n_clusters), np.int64)
     return Heaps(
         np.empty((n_clusters, n_clusters, 2 * keep), np.int64),
@@ -336,11 +373,23 @@ def _heaps(n_clusters, keep):
 
 
 @compiled
-def solve(cost, base, clamp, scale, capacity, price, label, keep):
+def solve(
+    cost: Floats,
+    base: Floats,
+    clamp: float,
+    scale: float,
+    capacity: Integers,
+    price: Integers,
+    label: Labels,
+    keep: Integer,
+) -> Integer:
     """Write the optimal labels and prices; return the number of augmentations, or -1.
 
     Args:
-        cost, base, clamp, scale: see `Problem`; integer costs must stay below INFINITE / (8 (K+2)).
+        cost: (N, K), see `Problem`.
+        base: (N,), see `Problem`.
+        clamp: see `Problem`; clamp x scale must stay below INFINITE / (8 (K + 2)).
+        scale: see `Problem`.
         capacity: (K,) int64, at most N each, N at most their sum (else -1).
         price: (K,) int64, not negative; the start, overwritten by the optimal prices.
         label: (N,) int32, overwritten.
