@@ -288,6 +288,22 @@ def test_study_has_a_row_a_point_and_a_figure_an_axis(workspace, tmp_path):
     ]
 
 
+def test_plots_hold_a_curve_a_group_with_means_over_seeds(workspace, tmp_path):
+    points = [workspace.point("base"), *(workspace.point("random", seed=i) for i in (0, 1))]
+    plots = _written(points, tmp_path / "out") / "plots"
+    assert [p.name for p in (plots / "loss").iterdir()] == ["random.csv"]
+    logs = [
+        [json.loads(line)["loss"] for line in (p.train / "train_log.jsonl").open()]
+        for p in points[1:]
+        if p.train
+    ]
+    with (plots / "loss" / "random.csv").open() as file:
+        means = [float(row["loss"]) for row in csv.DictReader(file)]
+    assert means == pytest.approx([sum(pair) / 2 for pair in zip(*logs, strict=True)])
+    with (plots / "scores.csv").open() as file:
+        assert [row["name"] for row in csv.DictReader(file)] == ["base", "random"]
+
+
 def test_terminal_digest_has_a_line_a_group_and_names_the_page(workspace, tmp_path):
     points = [workspace.point(s) for s in ("base", "cluster", "random")]
     out = _written(points, tmp_path / "out")

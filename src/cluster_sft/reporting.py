@@ -1,7 +1,7 @@
 """Stage report: every point of a run or a study, side by side.
 
 Reads the leaves of all points and writes summary.csv (a row a point), means.csv (a row a group of
-seeds), metrics.json (for `dvc metrics`), summary.md, plots/*.csv (for `dvc plots`), figures/*.svg
+seeds), metrics.json (for `dvc metrics`), summary.md, plots/ (for `dvc plots`), figures/*.svg
 and report.html. The same leaves give the same bytes.
 """
 
@@ -212,18 +212,19 @@ def _markdown(results: Results, title: Title, warnings: Sequence[str]) -> str:
 
 
 def _write_plots(results: Results, folder: Path) -> None:
-    """Write what `dvc plots` draws: every training step and every score, named by its group."""
-    folder.mkdir()
+    """Write what `dvc plots` draws: a file of training steps a group, and the scores of all groups.
+
+    Revisions lie over one another in a plot, so each plot holds one curve of a revision.
+    """
     names = varying(results.groups)
-    of_point = {p: label(g, names) for g in results.groups for p in g.points}
-    keys = pl.DataFrame(
-        [
-            {"point": i, "name": of_point[i], "strategy": p.strategy, "seed": p.seed}
-            for i, p in enumerate(results.points)
-        ],
-        schema={"point": pl.Int64, "name": pl.String, "strategy": pl.String, "seed": pl.Int64},
-    )
-    for name, frame in (("loss", results.loss), ("scores", results.scores)):
-        keys.join(frame, on="point", how="inner", maintain_order="right").drop("point").write_csv(
-            folder / f"{name}.csv"
-        )
+    (folder / "loss").mkdir(parents=True)
+    scores = []
+    for group in results.groups:
+        found = {m.name: e.value for m in METRICS if (e := group.estimates.get(m.name))}
+        scores.append({"name": label(group, names)} | {m.name: found.get(m.name) for m in METRICS})
+        steps = results.loss.filter(pl.col("point").is_in(list(group.points)))
+        if len(steps):
+            means = steps.group_by("step").agg(pl.exclude("point").mean()).sort("step")
+            means.write_csv(folder / "loss" / f"{_key(group, names)}.csv")
+    schema = {"name": pl.String} | {m.name: pl.Float64 for m in METRICS}
+    pl.DataFrame(scores, schema=schema).write_csv(folder / "scores.csv")
