@@ -31,7 +31,7 @@ FIELDS = {
     "entry_point": str,
     "canonical_solution": str,
     "base_input": list,
-    "plus_input": list,
+    "plus_input": (list, dict),  # Mbpp/793 of EvalPlus's own file has {} for none
     "atol": (int, float),
 }
 # The wording and the stops are those of EvalPlus 0.3.1 for models with a chat template.
