@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,36 +144,36 @@ def get(name: str) -> Format:
         UserError: there is none; the nearest name is given.
     """
     if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(
-            f"data.format: unknown format {name!r}; {hint}known: auto, {', '.join(names())}"
+            f"data.format: unknown format {name!r}; {_nearest(name, names())}"
+            f"known: auto, {', '.join(names())}"
         )
     return importlib.import_module(f"{__name__}.{name}").FORMAT
 
 
-def reader(row: Mapping[str, Any], *, name: str, fields: Mapping[str, str], where: str) -> Reader:
-    """Return the reader of a source, judged by one of its rows.
+def reader(
+    rows: Sequence[Mapping[str, Any]], *, name: str, fields: Mapping[str, str], where: str
+) -> Reader:
+    """Return the reader of a source.
 
     Args:
-        row: a row of the source, usually the first.
-        name: a format, or "auto": the one whose columns the row has.
+        rows: the source's rows; the first one decides the shape.
+        name: a format, or "auto": the one whose columns the first row has.
         fields: name of the format -> column of the source, where they differ.
-        where: the row's place, for error messages.
+        where: the first row's place, for error messages.
 
     Raises:
         UserError: an unknown format or field, or a row that is of no known shape or of several.
     """
-    candidates = [name] if name != "auto" else names()
-    formats = {n: get(n) for n in candidates}
-    _check_fields(row, fields, formats, where)
+    row = rows[0]
+    formats = {n: get(n) for n in ([name] if name != "auto" else names())}
+    _check_fields(rows, fields, formats, where)
+    if name != "auto":
+        return _bind(name, formats[name], fields, row)
     fitting = {n: f for n, f in formats.items() if all(f.owner(k) for k in fields)}
     matches: list[str] = []
     for present in (lambda c: _value(row, c) is not None, lambda c: c in row):
-        if not matches:
-            matches = [n for n, f in fitting.items() if _matches(f, fields, present)]
-    if name != "auto":
-        return _bind(name, formats[name], fields, row)
+        matches = matches or [n for n, f in fitting.items() if _matches(f, fields, present)]
     if len(matches) > 1:
         raise UserError(
             f"{where}: the row fits the shapes {' and '.join(matches)}; "
@@ -209,24 +209,30 @@ def _bind(name: str, form: Format, fields: Mapping[str, str], row: Mapping[str, 
 
 
 def _check_fields(
-    row: Mapping[str, Any], fields: Mapping[str, str], formats: Mapping[str, Format], where: str
+    rows: Sequence[Mapping[str, Any]],
+    fields: Mapping[str, str],
+    formats: Mapping[str, Format],
+    where: str,
 ) -> None:
     for key, column in fields.items():
         owners = [f for f in formats.values() if f.owner(key)]
         if not owners:
             known = {n for f in formats.values() for n in (*SHARED, *f.optional, *f.required)}
-            near = difflib.get_close_matches(key, sorted(known), n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             raise UserError(
-                f"data.fields: unknown name {key!r}; {hint}known: {', '.join(sorted(known))}"
+                f"data.fields: unknown name {key!r}; {_nearest(key, sorted(known))}"
+                f"known: {', '.join(sorted(known))}"
             )
-        if column not in row and any(f.owner(key) in f.required for f in owners):
-            near = difflib.get_close_matches(column, list(row), n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+        inner = all(f.owner(key) in f.inner for f in owners)
+        if not inner and not any(column in row for row in rows):
             raise UserError(
-                f"{where}: data.fields maps {key!r} to the column {column!r}, which the row does "
-                f"not have; {hint}keys found: {_keys(row)}"
+                f"{where}: data.fields maps {key!r} to the column {column!r}, which no row has; "
+                f"{_nearest(column, list(rows[0]))}keys found: {_keys(rows[0])}"
             )
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:
