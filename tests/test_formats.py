@@ -19,7 +19,7 @@ EXCHANGE = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "
 
 
 def reader(row, *, name="auto", fields=None):
-    return formats.reader(row, name=name, fields=fields or {}, where="data.jsonl, row 0")
+    return formats.reader([row], name=name, fields=fields or {}, where="data.jsonl, row 0")
 
 
 def read(row, **options):
@@ -208,6 +208,17 @@ def test_read_defects_of_content_are_drops_with_a_reason(row, reason):
 )
 def test_read_usable_orders_of_turns_are_kept(roles):
     assert [m["role"] for m in read(talk(*roles)).messages] == list(roles)
+
+
+def test_fields_may_map_a_column_that_the_first_row_lacks():
+    rows = [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "a", "kind": "x"}]
+    bound = formats.reader(rows, name="auto", fields={"category": "kind"}, where="data, row 0")
+    assert [bound.read(r).category for r in rows] == [None, "x"]
+
+
+def test_fields_column_that_no_row_has_is_an_error_for_optional_names_too():
+    with pytest.raises(UserError, match="no row has; did you mean 'lang'"):
+        reader({"prompt": "q", "completion": "a", "lang": "c"}, fields={"category": "lagn"})
 
 
 def test_read_row_of_another_shape_than_the_first_is_an_error():

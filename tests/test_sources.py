@@ -80,6 +80,7 @@ DEEP = '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}"
     [
         ("", "the file is empty"),
         ("\n \r\n", "the file is empty"),
+        (b"\xef\xbb\xbf\n", "the file is empty"),
         ("[]", "holds no rows"),
         (BROKEN, r"line 37: not valid JSON \(.* at column 10\); repair or remove it"),
         (json.dumps(ROWS, indent=1)[:-40], r"line 1\d: not valid JSON"),

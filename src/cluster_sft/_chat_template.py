@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from cluster_sft._provenance import COLOUR, COLOURS, RUN, Message, Span, common, literals, located
 from cluster_sft.errors import UserError
 
-Shape = tuple[tuple[str, bool], ...]  # of each turn: role, and whether it holds any text
+Shape = tuple[tuple[str, str | None], ...]  # of each turn: role, and its text if that is blank
 
 # Declared to return one string, it returns (texts, spans of generation blocks).
 _render: Any = render_jinja_template
@@ -231,7 +231,7 @@ class ChatTemplate:
             self._labels[shape] = ""
             tail = self._tail(shape, prompt=True)
             if tail is not None and tail == self._tail(shape, prompt=False):
-                frame = self._tail((*shape, ("assistant", True)), prompt=False, before_last=True)
+                frame = self._tail((*shape, ("assistant", None)), prompt=False, before_last=True)
                 found = self._header.match((frame or "").removeprefix(tail))
                 self._labels[shape] = found[0] if found else ""
         return self._labels[shape]
@@ -253,8 +253,8 @@ class ChatTemplate:
         With `before_last` it is what is rendered between the last turn's text and the one before.
         """
         messages = [
-            {"role": role, "content": chr(COLOUR + i) if full else ""}
-            for i, (role, full) in enumerate(shape)
+            {"role": role, "content": chr(COLOUR + i) if blank is None else blank}
+            for i, (role, blank) in enumerate(shape)
         ]
         try:
             text = self._text(messages, prompt=prompt)
@@ -291,7 +291,7 @@ class ChatTemplate:
 
 
 def _shape(messages: Sequence[Message]) -> Shape:
-    return tuple((m["role"], bool(m["content"].strip())) for m in messages)
+    return tuple((m["role"], None if m["content"].strip() else m["content"]) for m in messages)
 
 
 def _narrowed(span: Span, blocks: list[Span]) -> Span | None:

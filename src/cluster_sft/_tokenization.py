@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from tokenizers import AddedToken, Encoding, Tokenizer
@@ -17,9 +15,12 @@ from cluster_sft._chat_template import Rendered
 from cluster_sft._provenance import Span
 from cluster_sft.errors import UserError
 
+# A tokenizer, mark by control token, and id of the control token by id of its mark.
+Twin = tuple[Tokenizer, dict[str, str], dict[int, int]]
+
 IGNORED = -100
-# Private-use planes, from which the marks that stand for control tokens are taken.
-MARKS = (0x100000, 0xF0000, 0xE000)
+# The last private-use plane, from which the marks that stand for control tokens are taken.
+MARKS = (0x100000, 0x10FFFD)
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Tokenization:
     controls: list[str]
     specials: re.Pattern[str]
     bos: int | None
+    _twins: dict[int, Twin] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Tokenization:
@@ -58,7 +60,9 @@ class Tokenization:
                 f"model {tokenizer.name_or_path!r}: its tokenizer has no fast (tokenizers) form, "
                 "which labels by character offsets need; save a tokenizer.json in the directory"
             )
-        original: Tokenizer = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        original = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+        original.no_truncation()
+        original.no_padding()
         added = original.get_added_tokens_decoder().values()
         controls = sorted((t.content for t in added if t.special), key=len, reverse=True)
         # A pattern that matches nothing, for a tokenizer without control tokens.
@@ -66,7 +70,9 @@ class Tokenization:
         # The model expects a BOS exactly if its tokenizer puts one in front of plain text.
         first = original.encode("a", add_special_tokens=True).ids[:1]
         bos = first[0] if first == [tokenizer.bos_token_id] else None
-        return cls(_bare(original), controls, specials, bos)
+        # Its post-processor adds tokens and trims white space off the offsets.
+        original.post_processor = None
+        return cls(original, controls, specials, bos)
 
     def id_of(self, token: str) -> int:
         """Return the id of a token of the vocabulary."""
@@ -108,17 +114,19 @@ class Tokenization:
         The template's own control tokens are replaced by marks of the same length, which a twin of
         the tokenizer knows as added tokens, while it reads control tokens as text.
         """
-        start = next(
-            m for m in MARKS if not any(m <= ord(c) < m + len(self.controls) for c in row.text)
-        )
-        twin, marks, ids_by_mark = _twin(self, start)
+        used = {ord(c) for c in row.text if ord(c) >= MARKS[0]}
+        windows = range(*MARKS, len(self.controls))
+        start = next(s for s in windows if used.isdisjoint(range(s, s + len(self.controls))))
+        if start not in self._twins:
+            self._twins[start] = _twin(self.backend, start)
+        twin, marks, controls = self._twins[start]
         text, cursor = [], 0
         for begin, end in self._found(row.text):
             if not _meets((begin, end), row.data):
                 text += [row.text[cursor:begin], marks[row.text[begin:end]]]
                 cursor = end
         encoding = twin.encode("".join([*text, row.text[cursor:]]), add_special_tokens=False)
-        ids = np.array([ids_by_mark.get(i, i) for i in encoding.ids], np.int32)
+        ids = np.array([controls.get(i, i) for i in encoding.ids], np.int32)
         return self._labelled(row, ids, encoding)
 
     def _labelled(self, row: Rendered, ids: np.ndarray, encoding: Encoding) -> Encoded:
@@ -136,17 +144,9 @@ class Tokenization:
         return Encoded(ids, labels)
 
 
-def _bare(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy that neither truncates, pads, adds tokens, nor trims offsets."""
-    state = json.loads(tokenizer.to_str())
-    return Tokenizer.from_str(
-        json.dumps({**state, "post_processor": None, "truncation": None, "padding": None})
-    )
-
-
-@functools.lru_cache(maxsize=8)
-def _twins(state: str, start: int) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
-    twin = Tokenizer.from_str(state)
+def _twin(tokenizer: Tokenizer, start: int) -> Twin:
+    """Return a tokenizer that reads control tokens as text, and the marks that stand for them."""
+    twin = Tokenizer.from_str(tokenizer.to_str())
     controls = [t for t in twin.get_added_tokens_decoder().values() if t.special]
     marks = {t.content: chr(start + i) * len(t.content) for i, t in enumerate(controls)}
     added = [
@@ -164,12 +164,6 @@ def _twins(state: str, start: int) -> tuple[Tokenizer, dict[str, str], dict[int,
     twin.encode_special_tokens = True
     vocabulary = twin.get_vocab(with_added_tokens=True)
     return twin, marks, {vocabulary[mark]: vocabulary[text] for text, mark in marks.items()}
-
-
-def _twin(
-    tokenization: Tokenization, start: int
-) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
-    return _twins(tokenization.backend.to_str(), start)
 
 
 def _meets(span: Span, spans: Sequence[Span]) -> bool:

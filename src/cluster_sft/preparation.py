@@ -6,6 +6,7 @@ Every row of the source ends in exactly one of the three tables.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -41,7 +42,7 @@ class Candidate:
     sample: formats.Sample
     rendered: Rendered
 
-    @property
+    @functools.cached_property
     def prompt(self) -> str:
         """Return what comes before the first answer, as text that equal prompts share."""
         turns = []
@@ -64,12 +65,14 @@ class Drop:
 def run(params: PrepareParams, *, out: Path, scratch: Path, launch: object) -> None:
     """Prepare `params.source` and write the leaf's payload into `out`.
 
+    `max_samples` bounds the rows before the held-out prompts are taken from among them.
+
     Raises:
         UserError: a defect of the file, the settings or the model's tokenizer, or no row left.
     """
     source = sources.read(Path(params.source))
     reader = formats.reader(
-        source.rows[0],
+        source.rows,
         name=params.format,
         fields={**source.fields, **params.fields},
         where=source.where(0),

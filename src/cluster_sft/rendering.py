@@ -105,7 +105,7 @@ class Renderer:
         """Return the ids of the tokens after which an answer is over, ascending."""
         tokens = {self.eos}
         if isinstance(self.template, ChatTemplate):
-            tokens.add(self.template.end_of_turn((("user", True), ("assistant", True)))[0])
+            tokens.add(self.template.end_of_turn((("user", None), ("assistant", None)))[0])
         return sorted({self.tokenization.id_of(t) for t in tokens if t})
 
     def row_id(self, rendered: Rendered) -> str:

@@ -90,8 +90,6 @@ def _bytes(path: Path) -> bytes:
             data = b"".join(_frames(data))
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"{path}: damaged compressed file ({error}); fetch it again") from error
-    if not data.strip():
-        raise UserError(f"{path}: the file is empty; data.source must name a file with rows")
     return data
 
 
@@ -113,13 +111,16 @@ def _decoded(path: Path, data: bytes) -> str:
             "convert it: iconv -f UTF-16 -t UTF-8"
         )
     try:
-        return data.decode("utf-8-sig")
+        content = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise UserError(
             f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8; if the file is "
             "Latin-1 convert it: iconv -f LATIN1 -t UTF-8"
         ) from error
+    if not content.strip():
+        raise UserError(f"{path}: the file is empty; data.source must name a file with rows")
+    return content
 
 
 def _json(path: Path, content: str) -> Source:
