@@ -11,6 +11,8 @@ import sys
 import textwrap
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +57,7 @@ def test_program_is_an_unprivileged_user_alone_in_its_namespace():
     outcome = run(
         """
         import ctypes, os
-        print(os.getuid(), os.getpid(), os.getppid(), os.getgroups() in ([], [65534]))
+        print(os.getuid() > 60000, os.getpid(), os.getppid(), os.getgroups() in ([], [65534]))
         for attempt in (lambda: os.setuid(0), lambda: os.chroot("/sandbox")):
             try:
                 attempt()
@@ -65,7 +67,7 @@ def test_program_is_an_unprivileged_user_alone_in_its_namespace():
         print(ctypes.CDLL(None).mount(b"x", b"/sandbox", b"tmpfs", 0, None))
         """
     )
-    assert outcome.output == b"65534 1 0 True\n-1\n"
+    assert outcome.output == b"True 1 0 True\n-1\n"
 
 
 def test_endless_loop_is_killed_at_the_wall_limit():
@@ -345,3 +347,16 @@ def test_jail_constants_are_those_of_this_system():
     assert libc.syscall(ctypes.c_long(number), b"/nonexistent", b"/nonexistent") == -1
     # EPERM or ENOENT: it is a call about paths; ENOSYS or EINVAL would mean another call.
     assert ctypes.get_errno() in (1, 2)
+
+
+def test_programs_at_the_same_time_do_not_share_their_limit_of_processes():
+    crowded = """
+        import os, time
+        for _ in range(4):
+            if os.fork() == 0: time.sleep(60)
+        print("made", flush=True)
+        time.sleep(1)
+        """
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(lambda _: run(crowded, replace(SHORT, processes=6)), range(4)))
+    assert [outcome.output for outcome in outcomes] == [b"made\n"] * 4

@@ -5,8 +5,8 @@ process with threads may not enter a user namespace. `argv[1]` is a JSON object 
 
 The program becomes process 1 of a new PID namespace, so that its death takes every descendant with
 it. It has no network interface, a root file system of read-only mounts of what Python needs, one
-empty writable directory, and the user nobody: really so if started by root, otherwise the caller's
-own user inside a user namespace, with no privilege either way.
+empty writable directory, and no privilege: if started by root it is a user who owns nothing,
+otherwise the caller's own user inside a user namespace.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 NOBODY = 65534
+# Numbers that no file belongs to (systemd's dynamic users). One each, so that programs at the same
+# time do not share a count of processes.
+USERS = range(61184, 65520)
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
@@ -57,8 +60,11 @@ def main() -> None:
 
 def _start(spec: dict[str, Any]) -> tuple[int, int]:
     """Return the process id of the isolated program and the pipe that tells of a failed start."""
-    as_root = os.geteuid() == 0 and _user_exists(NOBODY)
-    spec["limits"]["processes"] += _tasks_counted_with_ours(as_root)
+    user = USERS[os.getpid() % len(USERS)]
+    as_root = os.geteuid() == 0 and _user_exists(user)
+    if not as_root:
+        user = NOBODY
+        spec["limits"]["processes"] += _tasks_counted_with_ours()
     _enter_namespaces(as_root)
     reader, writer = os.pipe()
     child = os.fork()
@@ -69,12 +75,12 @@ def _start(spec: dict[str, Any]) -> tuple[int, int]:
         os.close(reader)
         os.close(spec["status_fd"])
         os.setsid()
-        _build_root(spec["binds"], spec["limits"]["file_bytes"])
+        _build_root(spec["binds"], user, spec["limits"]["file_bytes"])
         _limit(spec["limits"])
         if as_root:
             os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
         # After the change of user, which would clear it.
         _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -102,24 +108,22 @@ def _user_exists(uid: int) -> bool:
     return any(int(start) <= uid < int(start) + int(length) for start, _, length in ranges)
 
 
-def _tasks_counted_with_ours(as_root: bool) -> int:
-    """Return how many running tasks share our count of processes (RLIMIT_NPROC).
+def _tasks_counted_with_ours() -> int:
+    """Return how many running tasks of this user share our count of processes (RLIMIT_NPROC).
 
     Since Linux 5.14 the count of a user namespace starts at zero.
     """
-    release = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-    if not as_root and release >= (5, 14):
+    if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (5, 14):
         return 0
-    owner = NOBODY if as_root else os.geteuid()
     count = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if process.stat().st_uid == owner:
+            if process.stat().st_uid == os.geteuid():
                 count += len(os.listdir(process / "task"))
     return count
 
 
-def _build_root(binds: list[str], file_bytes: int) -> None:
+def _build_root(binds: list[str], user: int, file_bytes: int) -> None:
     """Make a root of read-only mounts of `binds` plus one writable directory, and enter it."""
     _call("unshare", CLONE_NEWNS)
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
@@ -143,7 +147,7 @@ def _build_root(binds: list[str], file_bytes: int) -> None:
         _bind(f"/old/dev/{name}", f"/new/dev/{name}")
     for path in (WRITABLE, "/dev/shm"):
         os.makedirs(f"/new{path}", exist_ok=True)
-        options = f"size={4 * file_bytes},nr_inodes=4096,mode=700,uid={NOBODY},gid={NOBODY}"
+        options = f"size={4 * file_bytes},nr_inodes=4096,mode=700,uid={user},gid={user}"
         _mount("tmpfs", f"/new{path}", "tmpfs", MS_NOSUID | MS_NODEV, options)
     # System V shared memory outlives its process and is counted by no limit of ours.
     with contextlib.suppress(OSError):
