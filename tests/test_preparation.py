@@ -253,6 +253,12 @@ def test_run_what_a_user_can_cause_is_one_line(prepare, rows, settings, message)
     assert "\n" not in str(caught.value)
 
 
+def test_run_tells_the_counts_in_one_line(prepare, capsys):
+    prepare([*ROWS[:3], ROWS[0]])
+    (line,) = [ln for ln in capsys.readouterr().err.splitlines() if ln.startswith("prepare: 4")]
+    assert line == "prepare: 4 rows: 3 kept, 0 held out, duplicate 1"
+
+
 def test_run_model_without_tokenizer_is_an_error(prepare, tiny_model_dir, tmp_path):
     model = tmp_path / "bare"
     model.mkdir()

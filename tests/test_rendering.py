@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import numpy as np
 import pytest
@@ -166,6 +167,60 @@ def test_chat_template_answer_equal_to_other_text_is_found_in_its_own_place(toke
         i + len(header) for i in range(len(rendered.text)) if rendered.text.startswith(header, i)
     ]
     assert rendered.supervised == [(s, s + len(f"{word}<|im_end|>")) for s in starts]
+
+
+NASTY = (
+    "<|im_end|> <|im_start|> </s> <think> </think> <| |> assistant user {{ So: [over] a é 😀 "
+    "\n \t \r\n \u2028 \x85 \U000f0000 \U00100000"
+)
+
+
+def nasty(rng: random.Random) -> str:
+    pieces = [*NASTY.split(" "), " "]
+    return "".join(rng.choices(pieces, k=rng.randint(0, 6)))
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        (CHATML, "{}"),
+        (CHATML.split("{% if add")[0], "{}"),
+        (ADDS, "So: {} [over]"),
+    ],
+    ids=["chatml", "no-prompt", "adds"],
+)
+def test_chat_template_whatever_the_text_supervises_the_answers_and_rewrites_nothing(
+    tokenizer_with, template, answer
+):
+    tokenizer = tokenizer_with(template)
+    renderer = Renderer.of(tokenizer, template="auto")
+    rng = random.Random(0)
+    for _ in range(60):
+        messages, text, spans = [], "", []
+        for role in ["system"] * rng.randint(0, 1) + ["user", "assistant"] * rng.randint(1, 3):
+            content = nasty(rng) + ("x" if role == "assistant" else "")
+            shown = content
+            if role == "assistant":
+                shown = answer.format(content.strip() if template is ADDS else content)
+            messages.append({"role": role, "content": content})
+            text += f"<|im_start|>{role}\n"
+            if role == "assistant":
+                spans.append((len(text), len(text) + len(f"{shown}<|im_end|>")))
+            text += f"{shown}<|im_end|>\n"
+        rendered = renderer.conversation(messages)
+        assert (rendered.text, rendered.supervised) == (text, spans)
+        (encoded,) = renderer.encode([rendered])
+        assert tokenizer.decode(encoded.input_ids) == text
+        controls = [tokenizer.convert_ids_to_tokens(int(i)) for i in encoded.input_ids]
+        assert controls.count("<|im_start|>") == controls.count("<|im_end|>") == len(messages)
+        assert "</s>" not in controls
+
+
+def test_chat_template_that_leaves_the_answer_out_refuses(tokenizer_with):
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    renderer = Renderer.of(tokenizer_with(template), template="auto")
+    with pytest.raises(TemplateRefusal, match="renders none of the assistant's turns"):
+        renderer.conversation(chat("u:q", "a:x"))
 
 
 def test_chat_template_other_roles_rewritten_still_locates_the_answers(tokenizer_with):

@@ -18,7 +18,17 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cluster_sft._provenance import COLOUR, COLOURS, RUN, Message, Span, common, literals, located
+from cluster_sft._provenance import (
+    COLOUR,
+    COLOURS,
+    RUN,
+    Message,
+    Rendered,
+    Span,
+    common,
+    literals,
+    located,
+)
 from cluster_sft.errors import UserError
 
 Shape = tuple[tuple[str, str | None], ...]  # of each turn: role, and its text if that is blank
@@ -37,15 +47,6 @@ DATE = (
 
 class TemplateRefusal(ValueError):
     """A conversation that the template does not take; the message is the template's reason."""
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A rendered conversation: what is supervised and what is data, as character spans."""
-
-    text: str
-    supervised: list[Span]
-    data: list[Span]
 
 
 @dataclass
@@ -138,6 +139,8 @@ class ChatTemplate:
                 supervised += [span] if span else []
         if any(b[0] < a[1] for a, b in itertools.pairwise(supervised)):
             raise TemplateRefusal("the template interleaves the turns of the assistant")
+        if not supervised:
+            raise TemplateRefusal("the template renders none of the assistant's turns")
         return Rendered(text, supervised, data)
 
     def end_of_turn(self, shape: Shape) -> tuple[str, str]:

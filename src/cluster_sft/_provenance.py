@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 Message = dict[str, str]
 Span = tuple[int, int]
@@ -17,6 +18,15 @@ COLOUR = 0xF0000  # private use; turn i is coloured with the i-th character from
 COLOURS = 0xFFFE
 RUN = re.compile(f"([{chr(COLOUR)}-{chr(COLOUR + COLOURS - 1)}])\\1*")
 LITERAL = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A rendered conversation: what is supervised and what is data, as character spans."""
+
+    text: str
+    supervised: list[Span]
+    data: list[Span]
 
 
 def located(

@@ -11,8 +11,7 @@ import numpy as np
 from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from cluster_sft._chat_template import Rendered
-from cluster_sft._provenance import Span
+from cluster_sft._provenance import Rendered, Span
 from cluster_sft.errors import UserError
 
 # A tokenizer, mark by control token, and id of the control token by id of its mark.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,17 +94,16 @@ def run(params: PrepareParams, *, out: Path, scratch: Path, launch: object) -> N
     for name, rows in tables.items():
         write_table(out, name, pl.DataFrame(rows, schema=DATASET, orient="row"))
     write_table(out, "dropped.parquet", _dropped_table(drops))
-    write_json(
-        out / SUMMARY,
-        {
-            **_counts(source, tables, drops),
-            "format": reader.name,
-            "template": renderer.name,
-            "max_length": limit,
-            "prompts": len({c.prompt for c in kept}),
-            "prompts_heldout": len(held),
-        },
-    )
+    summary = {
+        **_counts(source, tables, drops),
+        "format": reader.name,
+        "template": renderer.name,
+        "max_length": limit,
+        "prompts": len({c.prompt for c in kept}),
+        "prompts_heldout": len(held),
+    }
+    write_json(out / SUMMARY, summary)
+    _tell(summary, renderer)
 
 
 def render_rows(
@@ -187,9 +187,34 @@ def held_out_prompts(prompts: Sequence[str], *, share: float, seed: int) -> set[
 
 
 def context_length(model: str) -> int | None:
-    """Return the model's number of positions; None if its configuration does not bound them."""
-    config = AutoConfig.from_pretrained(models.local_path(model), local_files_only=True)
+    """Return the model's number of positions; None if its configuration does not bound them.
+
+    Raises:
+        UserError: the configuration cannot be read.
+    """
+    path = models.local_path(model)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"model {model!r}: {path}/config.json cannot be read ({error}); set model.max_length"
+        ) from error
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def _tell(summary: Mapping[str, Any], renderer: Renderer) -> None:
+    reasons = "".join(f", {reason} {n:,}" for reason, n in summary["dropped"].items())
+    print(
+        f"prepare: {summary['rows_in']:,} rows: {summary['rows_kept']:,} kept, "
+        f"{summary['rows_heldout']:,} held out{reasons}",
+        file=sys.stderr,
+    )
+    if not renderer.ends_answers:
+        print(
+            "prepare: warning: the chat template puts nothing after an answer, so that the model "
+            "cannot learn to stop; see model.template",
+            file=sys.stderr,
+        )
 
 
 def _digest(seed: int, prompt: str) -> str:

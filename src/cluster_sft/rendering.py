@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from cluster_sft._chat_template import ChatTemplate, Rendered, TemplateRefusal
+from cluster_sft._chat_template import ChatTemplate, TemplateRefusal
 from cluster_sft._named_templates import NAMED, NamedTemplate
-from cluster_sft._provenance import Message, Span
+from cluster_sft._provenance import Message, Rendered, Span
 from cluster_sft._tokenization import Encoded, Tokenization
 from cluster_sft.errors import UserError
 
@@ -100,6 +100,12 @@ class Renderer:
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         """Return the token ids and labels of each rendered text, one leading BOS included."""
         return self.tokenization.encode(rendered)
+
+    @property
+    def ends_answers(self) -> bool:
+        """Whether anything is rendered after an answer from which a model can learn to stop."""
+        shape = (("user", None), ("assistant", None))
+        return not isinstance(self.template, ChatTemplate) or any(self.template.end_of_turn(shape))
 
     def stop_ids(self) -> list[int]:
         """Return the ids of the tokens after which an answer is over, ascending."""

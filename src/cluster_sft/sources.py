@@ -187,6 +187,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parquet(path: Path, data: bytes) -> Source:
     try:
         return Source(str(path), pl.read_parquet(io.BytesIO(data)).to_dicts())
-    except (pl.exceptions.PolarsError, OSError) as error:
+    # Polars panics, beside raising its own errors, on some damaged files.
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         reason = str(error).splitlines()[0][:120]
         raise UserError(f"{path}: damaged Parquet file ({reason}); fetch it again") from error

@@ -75,12 +75,14 @@ class Format:
     Attributes:
         required: name -> columns that may hold it, by which rows of this shape are known.
         convert: row -> (messages, context); the context is an instruction's separate input.
+        example: a row of this shape in which the user says "q" and the assistant "a".
         optional: like `required`, for columns that may be absent or null.
         inner: `role` and `content` -> the keys that hold them in the turns of a conversation.
     """
 
     required: dict[str, tuple[str, ...]]
     convert: Callable[[Row], tuple[list[Message], str]]
+    example: dict[str, Any]
     optional: dict[str, tuple[str, ...]] = field(default_factory=dict)
     inner: dict[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -19,4 +19,5 @@ FORMAT = Format(
     required={"instruction": ("instruction",), "response": ("output", "response")},
     optional={"input": ("input", "context")},
     convert=convert,
+    example={"instruction": "q", "input": "", "output": "a"},
 )

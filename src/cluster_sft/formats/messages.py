@@ -14,4 +14,5 @@ FORMAT = Format(
     required={"messages": ("messages",)},
     inner={"role": ("role",), "content": ("content",)},
     convert=convert,
+    example={"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
 )

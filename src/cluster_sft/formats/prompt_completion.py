@@ -22,4 +22,5 @@ FORMAT = Format(
     },
     inner={"role": ("role",), "content": ("content",)},
     convert=convert,
+    example={"prompt": "q", "completion": "a"},
 )

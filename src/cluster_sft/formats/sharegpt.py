@@ -14,4 +14,5 @@ FORMAT = Format(
     required={"conversations": ("conversations", "conversation")},
     inner={"role": ("from", "role"), "content": ("value", "content")},
     convert=convert,
+    example={"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
 )
