@@ -201,6 +201,17 @@ def test_embed_empty_dataset_is_an_error(tiny_model_dir, tiny_dataset, tmp_path)
         embed(tiny_model_dir, tmp_path, tmp_path / "x")
 
 
+def test_embed_row_with_fewer_labels_than_tokens_is_an_error(
+    tiny_model_dir, tiny_dataset, tmp_path
+):
+    rows = read_table(tiny_dataset, "dataset.parquet").head(3)
+    labels = rows["labels"].to_list()
+    labels[1].pop()
+    write_table(tmp_path, "dataset.parquet", rows.with_columns(pl.Series("labels", labels)))
+    with pytest.raises(UserError, match="row 1 must have as many labels as input_ids"):
+        embed(tiny_model_dir, tmp_path, tmp_path / "x")
+
+
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=60),
     st.integers(1, 2000),

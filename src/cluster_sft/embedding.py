@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import sys
 import time
 from collections import deque
@@ -32,7 +31,6 @@ from transformers import PreTrainedModel
 from cluster_sft import launching, models
 from cluster_sft.artifacts import (
     SUMMARY,
-    create_array,
     read_json,
     read_table,
     write_json,
@@ -57,7 +55,6 @@ if TYPE_CHECKING:
     from cluster_sft.params import EmbedParams, Launch
 
 AHEAD = 2  # batches built before, and written after, the one that the model runs
-COPY_ROWS = 4096
 
 
 def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch: Launch) -> None:
@@ -151,6 +148,7 @@ def work(job: dict[str, Any], *, rank: int, on_flush: Callable[[], None] = lambd
     exact = True
     if mine:
         device = models.pick_device("auto", rank=rank)
+        _use(device)
         model = models.load_model(job["model"], dtype=job["dtype"], device=device)
         exact = _check_head(model, store, plan)
         _embed(model, store, mine, Writer(results, on_flush), exact_head=exact)
@@ -177,7 +175,10 @@ def _embed(
         batch = build_batch(store, rows)
         return batch.pin() if on_gpu else batch
 
-    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writing:
+    def thread() -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, initializer=_use, initargs=(model.device,))
+
+    with thread() as reader, thread() as writing:
         ahead = deque(reader.submit(read, rows) for rows in batches[:AHEAD])
         behind: deque[Future[None]] = deque()
         for i in range(len(batches)):
@@ -191,6 +192,12 @@ def _embed(
         for future in behind:
             future.result()
         writer.flush()
+
+
+def _use(device: torch.device) -> None:
+    """Make a GPU the calling thread's own, for events, page-locked memory and contexts."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _outputs(model: PreTrainedModel, batch: Batch, *, exact_head: bool) -> tuple[Tensor, ...]:
@@ -284,16 +291,8 @@ def _finish(results: Results, ids: pl.Series, out: Path, facts: dict[str, Any]) 
         **facts,
     }
     write_json(out / SUMMARY, summary)
-    if dropped:
-        target = create_array(
-            out / "embeddings.npy", (len(kept), results.embeddings.shape[1]), np.float16
-        )
-        for start in range(0, len(kept), COPY_ROWS):
-            target[start : start + COPY_ROWS] = results.embeddings[kept[start : start + COPY_ROWS]]
-        target.flush()
-        return
     # Last, since without its array the scratch folder cannot be resumed.
-    shutil.move(results.folder / "embeddings.npy", out / "embeddings.npy")
+    results.move_embeddings(kept, out / "embeddings.npy")
 
 
 if __name__ == "__main__":

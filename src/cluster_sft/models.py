@@ -13,9 +13,11 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -88,7 +90,7 @@ def load_model(name: str, *, dtype: str, device: str | torch.device = "cpu") -> 
     path = local_path(name)
     _quieten()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
         )
     except (SafetensorError, OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
@@ -96,6 +98,7 @@ def load_model(name: str, *, dtype: str, device: str | torch.device = "cpu") -> 
             f"model {name!r}: {path} cannot be loaded as a causal language model: "
             f"{_first_line(error)}"
         ) from error
+    model, report = loaded
     # transformers fills missing weights with random numbers and only warns.
     if missing := sorted(report["missing_keys"]):
         raise UserError(
@@ -192,6 +195,7 @@ def cache_dir() -> Path:
 def _convert(gguf: Path, target: Path) -> None:
     """Write the dequantised model and tokenizer of `gguf` to `target`, which appears whole."""
     _quieten()
+    print(f"converting {gguf.name} to safetensors, once, in {target}", file=sys.stderr)
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}

@@ -5,6 +5,7 @@ Legend: N rows, H hidden size, B rows of a batch.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 from cluster_sft.artifacts import create_array
 
 FLUSH_SECONDS = 2.0
+COPY_ROWS = 4096
 ARRAYS: dict[str, tuple[int, type]] = {  # dimensions and dtype, in the order of a batch's outputs
     "embeddings": (2, np.float16),
     "n_tokens": (1, np.int32),
@@ -39,11 +41,11 @@ class Results:
     """
 
     folder: Path
-    embeddings: np.ndarray
-    n_tokens: np.ndarray
-    nll: np.ndarray
-    norm: np.ndarray
-    done: np.ndarray
+    embeddings: np.memmap
+    n_tokens: np.memmap
+    nll: np.memmap
+    norm: np.memmap
+    done: np.memmap
 
     @classmethod
     def create(cls, folder: Path, *, rows: int, width: int) -> Results:
@@ -69,6 +71,16 @@ class Results:
         for some in rows:
             self.done[some] = 1
         self.done.flush()
+
+    def move_embeddings(self, kept: np.ndarray, target: Path) -> None:
+        """Make `target` the array of the rows at positions `kept`; moved if these are all."""
+        if len(kept) == len(self.embeddings):
+            shutil.move(self.folder / "embeddings.npy", target)
+            return
+        array = create_array(target, (len(kept), self.embeddings.shape[1]), np.float16)
+        for start in range(0, len(kept), COPY_ROWS):
+            array[start : start + COPY_ROWS] = self.embeddings[kept[start : start + COPY_ROWS]]
+        array.flush()
 
 
 class Writer:

@@ -18,10 +18,14 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from cluster_sft.errors import UserError
+
 MAX_PADDING = 0.03
 READ_ROWS = 1024
 OFFSETS = "offsets.npy"  # written last: the store is whole if and only if it exists
 IGNORED = -100
+COLUMNS = ("input_ids", "labels")
+FLAT = ("input_ids.i32", "labels.i32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ def plan_batches(lengths: np.ndarray, batch_tokens: int) -> BatchPlan:
     ends = np.concatenate([[0], np.cumsum(lengths[order])])
     bounds, area = [0], 0
     while (start := bounds[-1]) < len(order):
-        width = lengths[order[start]]
+        width = int(lengths[order[start]])
         most = min(len(order) - start, max(1, batch_tokens // width))
         # Rows shrink along the order, so the share of padding only grows with the batch.
         full = np.arange(1, most + 1) * width
@@ -72,7 +76,7 @@ def plan_batches(lengths: np.ndarray, batch_tokens: int) -> BatchPlan:
     return BatchPlan(
         order=order,
         bounds=np.asarray(bounds),
-        padding=1 - float(ends[-1]) / area if area else 0.0,
+        padding=1 - int(ends[-1]) / area if area else 0.0,
     )
 
 
@@ -101,14 +105,29 @@ def pack_tokens(dataset: Path, folder: Path) -> None:
 
     A length-sorted batch needs rows from anywhere in the data, which Parquet does not give without
     reading it whole.
+
+    Raises:
+        UserError: the file is damaged, lacks a column, or a row's labels and tokens differ in
+            number.
     """
     lengths: list[np.ndarray] = []
-    with (folder / "input_ids.i32").open("wb") as ids, (folder / "labels.i32").open("wb") as labels:
-        blocks = pq.ParquetFile(dataset).iter_batches(READ_ROWS, columns=["input_ids", "labels"])
-        for block in blocks:
-            for file, name in ((ids, "input_ids"), (labels, "labels")):
-                file.write(block.column(name).flatten().cast(pa.int32()).to_numpy().tobytes())
-            lengths.append(block.column("input_ids").value_lengths().to_numpy())
+    try:
+        with (folder / FLAT[0]).open("wb") as ids, (folder / FLAT[1]).open("wb") as labels:
+            for block in pq.ParquetFile(dataset).iter_batches(READ_ROWS, columns=list(COLUMNS)):
+                counts = [block.column(name).value_lengths().to_numpy() for name in COLUMNS]
+                if (wrong := counts[0] != counts[1]).any():
+                    row = sum(map(len, lengths)) + int(wrong.argmax())
+                    raise UserError(
+                        f"{dataset}: row {row} must have as many labels as input_ids, got "
+                        f"{counts[1][wrong][0]} and {counts[0][wrong][0]}; run prepare again"
+                    )
+                for file, name in ((ids, COLUMNS[0]), (labels, COLUMNS[1])):
+                    file.write(block.column(name).flatten().cast(pa.int32()).to_numpy().tobytes())
+                lengths.append(counts[0])
+    except (pa.ArrowException, KeyError) as error:
+        raise UserError(
+            f"{dataset}: {' and '.join(COLUMNS)} cannot be read ({error}); run prepare again"
+        ) from error
     offsets = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
     np.save(folder / "offsets.partial.npy", offsets)
     (folder / "offsets.partial.npy").rename(folder / OFFSETS)
@@ -117,13 +136,13 @@ def pack_tokens(dataset: Path, folder: Path) -> None:
 def open_tokens(folder: Path) -> TokenStore:
     """Open what `pack_tokens` wrote, memory-mapped."""
     offsets = np.load(folder / OFFSETS)
-    flat = (
+    input_ids, labels = (
         np.memmap(folder / name, dtype=np.int32, mode="r", shape=(offsets[-1],))
         if offsets[-1]
         else np.empty(0, np.int32)
-        for name in ("input_ids.i32", "labels.i32")
+        for name in FLAT
     )
-    return TokenStore(*flat, offsets)
+    return TokenStore(input_ids, labels, offsets)
 
 
 @dataclass(frozen=True, slots=True)
