@@ -122,7 +122,8 @@ class Project:
         lines = path.read_text().splitlines()
         *sections, last = key.split(".")
         start = next(
-            (i for i, line in enumerate(lines) if sections and line.startswith(f"{sections[0]}:")), 0
+            (i for i, line in enumerate(lines) if sections and line.startswith(f"{sections[0]}:")),
+            0,
         )
         indent = "  " * len(sections)
         at = next(i for i in range(start, len(lines)) if lines[i].startswith(f"{indent}{last}:"))
@@ -168,5 +169,6 @@ def rows(n: int) -> str:
     ]
     made = [kinds[i % 3](numbers.randrange(100), numbers.randrange(100)) for i in range(n)]
     return "".join(
-        json.dumps({"instruction": f"{q} ({i})", "output": a}) + "\n" for i, (q, a) in enumerate(made)
+        json.dumps({"instruction": f"{q} ({i})", "output": a}) + "\n"
+        for i, (q, a) in enumerate(made)
     )

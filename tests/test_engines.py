@@ -115,7 +115,9 @@ def test_engines_dvc_runs_what_is_downstream_and_restores_old_values(made, tmp_p
     project = made.clone(tmp_path / "p")
     project.edit("cluster.n_init", 2)  # a key that no path spells
     done = project.repro()
-    assert done == WHOLE - Counter({"computed prepare": 1, "computed embed": 1, "computed evaluate": 1})
+    assert done == WHOLE - Counter(
+        {"computed prepare": 1, "computed embed": 1, "computed evaluate": 1}
+    )
     assert (project.planned(), project.changed()) == (set(), set())
     project.edit("cluster.n_init", 4)
     assert project.planned() == downstream("cluster")
@@ -205,7 +207,9 @@ def test_engines_have_the_same_targets_commands_and_dependencies(made, tmp_path,
         for stage in repo.index.stages:
             (out,) = stage.outs
             name = stage.name.split("@")[0].removesuffix("-base")
-            deps = {d.def_path for d in stage.deps if d.protocol != "local" or "src/" not in d.def_path}
+            deps = {
+                d.def_path for d in stage.deps if d.protocol != "local" or "src/" not in d.def_path
+            }
             deps -= {d.def_path for d in stage.deps if hasattr(d, "params")}
             theirs[out.def_path] = (name, stage.cmd, deps)
     assert theirs == ours
