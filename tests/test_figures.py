@@ -68,6 +68,20 @@ def test_metric_that_a_point_lacks_is_said_to_be_not_run(workspace):
     assert _texts(drawn["scores"]).count("not run") == 2
 
 
+def test_swept_axis_shows_every_strategy_inside_its_frame(workspace):
+    points = [workspace.point("base")]
+    for k in (2, 4):
+        sizes = (1200 - 300 * (k - 1),) + (300,) * (k - 1)
+        axes = {"cluster.k": k}
+        points += [workspace.point(s, sizes=sizes, axes=axes) for s in ("cluster", "random")]
+    svg = _draw(points)["study-cluster.k"]
+    assert {"cluster", "random", "base", "Clusters K", "2", "4"} <= set(_texts(svg))
+    height = float(re.search(r'viewBox="0 0 [\d.]+ ([\d.]+)"', svg)[1])  # type: ignore[index]
+    drawn = [float(y) for y in re.findall(r"<use [^>]*y=\"(-?[\d.]+)\"", svg)]
+    assert len(drawn) > 0
+    assert all(0 <= y <= height for y in drawn)
+
+
 def test_figures_hold_only_the_palette_so_that_the_page_can_turn_dark(workspace):
     drawn = _draw([workspace.point(s) for s in ("base", "full", "cluster", "random")])
     for name, svg in drawn.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster_sft import caveats, comparison, headline, overview, reporting, tables
+from cluster_sft import overview, reporting
 from cluster_sft.errors import UserError
 from cluster_sft.html import Title
 from cluster_sft.points import CONTRACT, METRICS, Point
@@ -86,109 +86,6 @@ def test_mean_over_suites_is_empty_where_one_of_them_did_not_run(workspace):
     summary = collect(points).summary
     assert summary["lm_eval_acc"].to_list() == [pytest.approx(0.26), None]
     assert summary["stdlib-mcq_lm_eval_acc"].to_list() == [pytest.approx(0.26), pytest.approx(0.30)]
-
-
-def test_seeds_are_averaged_with_their_standard_deviation(workspace):
-    points = [workspace.point("random", seed=i, shift=0.01 * i) for i in range(3)]
-    results = collect(points)
-    (group,) = results.groups
-    values = results.summary["heldout_nll"].to_list()
-    estimate = group.estimates["heldout_nll"]
-    assert estimate.value == pytest.approx(sum(values) / 3)
-    deviations = sum((v - estimate.value) ** 2 for v in values)
-    assert estimate.sd == pytest.approx(math.sqrt(deviations / 2))
-    table = tables.seeds_table(results)
-    assert table is not None
-    assert table.rows[0][1].text == "3"
-
-
-def test_paired_comparison_finds_what_separate_errors_hide(workspace):
-    results = collect([workspace.point("cluster"), workspace.point("random")])
-    found = {d.metric.name: d for d in comparison.against(results, "cluster", "random")}
-    nll = found["heldout_nll"]
-    separate = comparison.Z * math.hypot(
-        *(g.estimates["heldout_nll"].stderr or 0.0 for g in results.groups)
-    )
-    assert nll.paired
-    assert nll.outcome == "worse"
-    assert nll.margin is not None
-    assert nll.margin < nll.value < separate
-    assert found["evalplus_base_pass1"].outcome == "within error"
-
-
-def test_paired_error_equals_the_bootstrap_over_rows(workspace):
-    np = pytest.importorskip("numpy")
-    results = collect([workspace.point("cluster"), workspace.point("random")])
-    (nll,) = [d for d in comparison.against(results, "cluster", "random") if d.metric == NLL]
-    a, b = (results.items["heldout_nll"][i] for i in (0, 1))
-    tokens, gap = a["weight"].to_numpy(), (a["total"] - b["total"]).to_numpy()
-    draws = np.random.default_rng(0).integers(0, len(gap), (4000, len(gap)))
-    spread = (gap[draws].sum(1) / tokens[draws].sum(1)).std()
-    assert nll.margin == pytest.approx(comparison.Z * spread, rel=0.06)
-
-
-def test_perfect_score_on_few_items_does_not_beat_a_near_perfect_one(workspace):
-    results = collect([workspace.point("cluster"), workspace.point("random")])
-    perfect = comparison.Estimate(1.0, 0.0, 8, None)
-    close = comparison.Estimate(7 / 8, math.sqrt(7 / 8 / 8 / 8), 8, None)
-    groups = [
-        comparison.Group(s, 0.5, {}, (i,), {}, {BASE_PASS.name: e})
-        for i, (s, e) in enumerate((("cluster", perfect), ("random", close)))
-    ]
-    difference = comparison.compare(results, groups[0], groups[1], BASE_PASS)
-    assert difference is not None
-    assert difference.outcome == "within error"
-
-
-@pytest.mark.parametrize(
-    ("correct", "low", "high"), [(0, 0.0, 0.3244), (8, 0.6756, 1.0), (4, 0.2152, 0.7848)]
-)
-def test_interval_of_a_share_is_wilsons(correct, low, high):
-    p = correct / 8
-    estimate = comparison.Estimate(p, math.sqrt(p * (1 - p) / 8), 8, None)
-    assert comparison.interval(BASE_PASS, estimate) == pytest.approx((low, high), abs=1e-4)
-
-
-def test_best_is_marked_only_where_the_difference_exceeds_its_error(workspace):
-    results = collect([workspace.point(s) for s in ("base", "full", "cluster", "random")])
-    assert comparison.best(results, NLL) == {3}
-    assert comparison.best(results, ACCURACY) == set()
-    marked = [[c.text for c in row if c.best] for row in tables.results_table(results).rows]
-    assert [len(texts) for texts in marked] == [0, 0, 0, 1]
-
-
-def test_headline_says_plainly_that_random_is_better(workspace, tmp_path):
-    points = [workspace.point(s) for s in ("base", "cluster", "random")]
-    results = collect(points)
-    assert headline.compared(results).startswith("Cluster and random, each trained on 288 rows")
-    verdict = headline.verdicts(results)[0]
-    assert verdict.outcome == "worse"
-    assert verdict.text.startswith("Random is better than cluster by 0.0")
-    page = (_written(points, tmp_path / "out") / "report.html").read_text()
-    assert "clustering did not pay" in page
-
-
-def test_training_that_does_not_help_is_said(workspace):
-    results = collect([workspace.point("base"), workspace.point("random", shift=0.3)])
-    assert any("did not lower" in note for note in headline.notes(results))
-
-
-def test_warnings_name_low_usage_remainder_displaced_rows_and_few_items(workspace):
-    sizes = (600, 400, 170, 30)
-    points = [workspace.point(s, sizes=sizes, batch=18) for s in ("cluster", "random")]
-    results = collect(points)
-    found = " ".join(caveats.warnings(results, overview.clusterings(points)))
-    assert "only 10.0% of the data" in found
-    assert "K = 4 does not divide the global batch of 18 rows" in found
-    assert "23 of 1,200 rows" in found
-    assert "evalplus-small has 8 items: one item moves its score by 12.5 points" in found
-
-
-def test_usual_clustering_gives_no_warning_on_usage_or_batch(workspace):
-    points = [workspace.point(s) for s in ("cluster", "random")]
-    found = " ".join(caveats.warnings(collect(points), overview.clusterings(points)))
-    assert "balanced selection can use only" not in found
-    assert "does not divide" not in found
 
 
 def test_rows_on_the_way_add_up_to_the_source(workspace):

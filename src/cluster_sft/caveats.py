@@ -21,29 +21,39 @@ FEW_ITEMS = 50
 def warnings(results: Results, clusterings: Sequence[Clustering]) -> list[str]:
     """Return what a reader must know before trusting the table, one sentence or two each."""
     return [
-        *(w for c in clusterings for w in _cluster_warnings(c)),
+        *_usage_warnings(clusterings),
+        *_displaced_warnings(clusterings),
         *_remainder_warnings(results.points),
         *_token_warnings(results),
         *_item_warnings(results),
     ]
 
 
-def _cluster_warnings(clustering: Clustering) -> list[str]:
-    found = []
-    if clustering.usage_at_r1 < LOW_USAGE:
-        found.append(
-            f"{clustering.title}: at r = 1 balanced selection can use only "
-            f"{clustering.usage_at_r1:.1%} of the data, because the smallest cluster holds "
-            f"{show_count(min(clustering.sizes))} rows. Fewer clusters or a smaller alpha raise it."
-        )
-    if clustering.displaced:
-        found.append(
-            f"{clustering.title}: the capacity kept {show_count(clustering.displaced)} of "
-            f"{show_count(clustering.rows)} rows ({clustering.displaced / clustering.rows:.1%}) "
-            "out of their nearest cluster. They lie far from their own centroid, so peripheral "
-            "ranking favours them."
-        )
-    return found
+def _usage_warnings(clusterings: Sequence[Clustering]) -> list[str]:
+    return [
+        f"{c.title}: at r = 1 balanced selection can use only {c.usage_at_r1:.1%} of the data, "
+        f"because the smallest cluster holds {show_count(min(c.sizes))} rows. Fewer clusters or a "
+        "smaller alpha raise it."
+        for c in clusterings
+        if c.usage_at_r1 < LOW_USAGE
+    ]
+
+
+def _displaced_warnings(clusterings: Sequence[Clustering]) -> list[str]:
+    """Warn once, however many clusterings have rows outside their nearest cluster."""
+    displaced = [c for c in clusterings if c.displaced]
+    if not displaced:
+        return []
+    shares = sorted(c.displaced / c.rows for c in displaced)
+    span = f"{shares[0]:.1%}"
+    if len(displaced) > 1:
+        span = f"{span} to {shares[-1]:.1%} in {len(displaced)} clusterings"
+    counts = f"{show_count(displaced[0].displaced)} of {show_count(displaced[0].rows)} rows"
+    rows = f"{counts} ({span})" if len(displaced) == 1 else f"rows ({span})"
+    return [
+        f"The capacity kept {rows} out of their nearest cluster. They lie far from their own "
+        "centroid, so peripheral ranking favours them."
+    ]
 
 
 def _remainder_warnings(points: Sequence[Point]) -> list[str]:

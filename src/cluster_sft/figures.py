@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import polars as pl
 
-from cluster_sft import drawing, studies
+from cluster_sft import curves, drawing, studies
 from cluster_sft.comparison import interval
 from cluster_sft.drawing import INK, LIMIT, MUTED, SURFACE, thousands
 from cluster_sft.labels import label, show
@@ -21,9 +20,7 @@ if TYPE_CHECKING:
 
 MAX_PANELS = 6  # clusterings drawn side by side
 MAX_LABELLED = 24  # clusters with their numbers written on the bars
-FEW_CURVES = 3  # loss curves that still get their range over seeds and their single steps
 DENSE = 12  # rows of scores from which on their values are left to the table
-ENDS_LABELLED = 10  # loss curves that still get a label each
 
 
 def draw(
@@ -37,7 +34,7 @@ def draw(
         if clusterings:
             drawn["clusters"] = draw_clusters(clusterings)
         if len(results.loss):
-            drawn["loss"] = draw_loss(results)
+            drawn["loss"] = curves.draw_loss(results)
         if any(group.estimates for group in results.groups):
             drawn["scores"] = draw_scores(results)
             for axis in varying(results.groups):
@@ -145,9 +142,12 @@ def _draw_weights(axes: Axes, clustering: Clustering, *, wide: bool) -> None:
     axes.axhline(1.0, color=MUTED, linewidth=0.9)
     axes.vlines(position, 1.0, weights, color=colour, linewidth=2)
     axes.plot(position, weights, "o", color=colour, markersize=5.5)
-    room = max(weights.max() - 1, 1 - weights.min(), 0.1)
-    axes.set_ylim(min(1.0, weights.min()) - room, max(1.0, weights.max()) + room)
-    if k <= (MAX_LABELLED if wide else 8):
+    low, high = min(1.0, weights.min()), max(1.0, weights.max())
+    labelled = k <= (MAX_LABELLED if wide else 8)
+    room = max(high - low, 0.1) * (0.55 if labelled else 0.15)
+    axes.set_ylim(low - room, high + room)
+    axes.set_yticks([t for t in axes.get_yticks() if max(0.0, low - room) <= t <= high + room])
+    if labelled:
         for c, weight in enumerate(weights):
             up = weight >= 1
             axes.annotate(
@@ -163,85 +163,6 @@ def _draw_weights(axes: Axes, clustering: Clustering, *, wide: bool) -> None:
     axes.set_xlim(-0.6, k - 0.4)
     stride = max(1, k // 16)
     axes.set_xticks(position[::stride], [str(c) for c in position[::stride]])
-
-
-def draw_loss(results: Results) -> str:
-    """Draw the training loss of every group: each step thin, a running mean bold."""
-    figure = drawing.new_figure(3.6)
-    axes = figure.add_subplot()
-    looks = drawing.styles([g.strategy for g in results.groups])
-    ends: list[tuple[float, float, str, str]] = []
-    names = varying(results.groups)
-    curves = {id(g): _mean_curve(results.loss, g) for g in results.groups}
-    drawn = [curve for curve in curves.values() if curve is not None]
-    equal = len({int(steps[-1]) for steps, *_ in drawn}) == 1
-    few = len(drawn) <= FEW_CURVES
-    for group in results.groups:
-        curve = curves[id(group)]
-        if curve is None:
-            continue
-        steps, loss, low, high = curve
-        if not equal:
-            steps = 100 * steps / steps[-1]
-        colour = looks[group.strategy][0]
-        if len(group.points) > 1 and few:
-            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-        smooth = _running_mean(loss, max(1, round(len(loss) / 25)))
-        if smooth is not loss and few:
-            axes.plot(steps, loss, color=colour, linewidth=0.8, alpha=0.35)
-        axes.plot(steps, smooth, color=colour, linewidth=1.9)
-        ends.append((float(steps[-1]), float(smooth[-1]), label(group, names), colour))
-    axes.set_xlabel("Optimizer step" if equal else "Optimizer steps done, %")
-    axes.set_ylabel("Training loss, nats per token")
-    axes.margins(x=0.01)
-    axes.set_ylim(axes.get_ylim())
-    if len(ends) > ENDS_LABELLED:
-        ends = _one_label_a_strategy(results, ends, looks)
-    drawing.label_ends(axes, ends, height=2.9)
-    return drawing.to_svg(figure, "Training loss")
-
-
-def _mean_curve(
-    loss: pl.DataFrame, group: Group
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return steps, and mean, lowest and highest loss over seeds; None without any step."""
-    mine = loss.filter(pl.col("point").is_in(list(group.points)) & pl.col("loss").is_not_null())
-    if not len(mine):
-        return None
-    value = pl.col("loss")
-    rows = (
-        mine.group_by("step")
-        .agg(value.mean().alias("mean"), value.min().alias("low"), value.max().alias("high"))
-        .sort("step")
-    )
-    steps, mean, low, high = (rows[name].to_numpy() for name in ("step", "mean", "low", "high"))
-    return steps, mean, low, high
-
-
-def _running_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Return the centred mean over up to 2 width - 1 values, shorter at both ends."""
-    if width == 1:
-        return values
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    at = np.arange(len(values))
-    reach = np.minimum(np.minimum(at, len(values) - 1 - at), width - 1)
-    return (total[at + reach + 1] - total[at - reach]) / (2 * reach + 1)
-
-
-def _one_label_a_strategy(
-    results: Results,
-    ends: Sequence[tuple[float, float, str, str]],
-    looks: Mapping[str, tuple[str, str]],
-) -> list[tuple[float, float, str, str]]:
-    """Replace the labels of many curves by one a strategy, at the mean of their ends."""
-    merged = []
-    for strategy in dict.fromkeys(g.strategy for g in results.groups):
-        colour = looks[strategy][0]
-        mine = [end for end in ends if end[3] == colour]
-        if mine:
-            x, y = np.mean([end[:2] for end in mine], axis=0)
-            merged.append((float(x), float(y), strategy, colour))
-    return merged
 
 
 def draw_scores(results: Results) -> str:

@@ -59,13 +59,13 @@ def compared(results: Results) -> str:
     if seeds > 1:
         text += f" Means over up to {seeds} seeds."
     if swept := [n for n in varying(results.groups) if n != "ratio"]:
-        text += " " + " ".join(_swept(results, name) for name in swept)
+        text += f" Swept: {'; '.join(_swept(results, name) for name in swept)}."
     return text[0].upper() + text[1:]
 
 
 def _swept(results: Results, name: str) -> str:
     values = dict.fromkeys(str(v) for g in results.groups if (v := setting(g, name)) is not None)
-    return f"{axis_name(name)} varies: {', '.join(values)}."
+    return f"{axis_name(name)} {', '.join(values)}"
 
 
 def _join(words: Sequence[str]) -> str:
@@ -106,12 +106,11 @@ def _many(metric: Metric, differences: Sequence[Difference]) -> Verdict:
         f"{counts['within error'] + counts['error unknown']}."
     )
     outcome = "mixed"
-    if not counts["worse"] and counts["better"]:
-        outcome = "better"
-    elif not counts["better"] and counts["worse"]:
-        outcome = "worse"
-    elif not counts["better"]:
+    if not counts["better"] and not counts["worse"]:
         outcome = "within error"
+    for side, opposite in (("better", "worse"), ("worse", "better")):
+        if 2 * counts[side] > len(differences) and not counts[opposite]:
+            outcome = side
     return Verdict(metric.title, metric.phrase, text, outcome)
 
 

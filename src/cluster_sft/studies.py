@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cluster_sft import drawing
 from cluster_sft.labels import axis_title, settings_text
-from cluster_sft.points import METRICS, Group, Metric, Value, setting, varying
+from cluster_sft.points import METRICS, Estimate, Group, Metric, Value, setting, varying
 from cluster_sft.results import Results
 
 if TYPE_CHECKING:
@@ -49,21 +50,28 @@ def _draw_axis(
     axes: Axes, metric: Metric, groups: Sequence[Group], axis: str, ticks: Mapping[Value, float]
 ) -> None:
     """Draw one metric against one axis."""
-    numeric = all(float(t) == v for v, t in ticks.items() if not isinstance(v, str))
-    numeric = numeric and not any(isinstance(v, str | bool) for v in ticks)
+    numeric = not any(isinstance(value, str | bool) for value in ticks)
     ends: list[tuple[float, float, str, str]] = []
-    for strategy, (colour, marker) in drawing.styles([g.strategy for g in groups]).items():
-        mine = [g for g in groups if g.strategy == strategy and metric.name in g.estimates]
-        if not mine:
-            continue
-        placed = [g for g in mine if setting(g, axis) in ticks and strategy != "base"]
-        if not placed:
-            level = metric.scale * float(np.mean([g.estimates[metric.name].value for g in mine]))
-            axes.axhline(level, color=colour, linewidth=1.2, dashes=(4, 3))
-            ends.append((0.0, level, strategy, colour))
-            continue
-        x, y = _draw_strategy(axes, metric, placed, axis, ticks, (colour, marker), line=numeric)
-        ends.append((x, y, strategy, colour))
+    mine = {g.strategy: [] for g in groups if metric.name in g.estimates}
+    for group in groups:
+        if metric.name in group.estimates:
+            mine[group.strategy].append(group)
+    looks = drawing.styles([g.strategy for g in groups])
+    for i, (strategy, members) in enumerate(mine.items()):
+        placed = [g for g in members if strategy != "base" and setting(g, axis) in ticks]
+        colour, marker = looks[strategy]
+        if placed:
+            aside = 3.0 * (i - (len(mine) - 1) / 2)
+            look = Look(colour, marker, "-" if numeric else "none", aside)
+            ends.append(
+                (*_draw_strategy(axes, metric, placed, axis, ticks, look), strategy, colour)
+            )
+    axes.margins(x=0.06 if numeric else 0.2, y=0.1)
+    axes.autoscale_view()
+    for strategy, members in mine.items():
+        if not any(strategy == end[2] for end in ends):
+            values = [metric.scale * g.estimates[metric.name].value for g in members]
+            ends.append(_draw_level(axes, float(np.mean(values)), strategy, looks[strategy][0]))
     positions = list(ticks.values())
     if numeric and min(positions) > 0 and max(positions) / min(positions) >= 8:
         axes.set_xscale("log")
@@ -72,9 +80,33 @@ def _draw_axis(
     axes.set_title(metric.title)
     axes.set_xlabel(axis_title(axis))
     axes.set_ylabel(metric.unit)
-    axes.margins(x=0.06, y=0.1)
     axes.set_ylim(axes.get_ylim())
     drawing.label_ends(axes, ends, height=2.2)
+
+
+def _draw_level(
+    axes: Axes, level: float, strategy: str, colour: str
+) -> tuple[float, float, str, str]:
+    """Draw a strategy that the axis does not touch as a dashed level; return its label.
+
+    One so far off that it would squash the others is only named, with its value, at the edge.
+    """
+    low, high = axes.get_ylim()
+    if low - (high - low) <= level <= high + (high - low):
+        axes.axhline(level, color=colour, linewidth=1.2, dashes=(4, 3))
+        return 0.0, level, strategy, colour
+    arrow = "\u2191" if level > high else "\u2193"
+    return 0.0, min(max(level, low), high), f"{strategy} {level:.3g} {arrow}", colour
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a strategy is drawn; `aside` (points) keeps equal values of strategies apart."""
+
+    colour: str
+    marker: str
+    line: str
+    aside: float
 
 
 def _draw_strategy(
@@ -83,32 +115,35 @@ def _draw_strategy(
     groups: Sequence[Group],
     axis: str,
     ticks: Mapping[Value, float],
-    look: tuple[str, str],
-    *,
-    line: bool,
+    look: Look,
 ) -> tuple[float, float]:
     """Draw one strategy along an axis; return where its line ends."""
-    colour, marker = look
+    from matplotlib.transforms import offset_copy
+
+    move = offset_copy(axes.transData, axes.get_figure(root=True), x=look.aside, units="points")
     others = tuple(n for n in varying(groups) if n != axis)
-    lines: dict[str, dict[float, Group]] = {}
+    lines: dict[str, dict[float, Estimate]] = {}
     for group in groups:
         place = ticks[setting(group, axis)]  # type: ignore[index]
-        lines.setdefault(settings_text(group, others), {})[place] = group
+        estimate = group.estimates[metric.name]
+        lines.setdefault(settings_text(group, others), {})[place] = estimate
     means: dict[float, list[float]] = {}
     for along in lines.values():
         xs = sorted(along)
-        found = [along[x].estimates[metric.name] for x in xs]
-        ys = [metric.scale * e.value for e in found]
+        ys = [metric.scale * along[x].value for x in xs]
         for x, y in zip(xs, ys, strict=True):
             means.setdefault(x, []).append(y)
+            axes.update_datalim([(x, y)])  # moved lines do not count by themselves
+            error = along[x].stderr if along[x].sd is None else along[x].sd
+            if len(lines) == 1 and error:
+                bar = [y - metric.scale * error, y + metric.scale * error]
+                axes.plot([x, x], bar, color=look.colour, linewidth=1.4, alpha=0.55, transform=move)
+                axes.update_datalim([(x, edge) for edge in bar])
         if len(lines) > 1:
-            axes.plot(
-                xs, ys, "-" if line else "", marker=".", color=colour, linewidth=0.8, alpha=0.45
-            )
-            continue
-        errors = [metric.scale * (e.sd if e.sd is not None else e.stderr or 0.0) for e in found]
-        axes.errorbar(xs, ys, errors, fmt="none", ecolor=colour, elinewidth=1.3, alpha=0.6)
+            thin = {"linewidth": 0.8, "alpha": 0.45, "marker": ".", "transform": move}
+            axes.plot(xs, ys, linestyle=look.line, color=look.colour, **thin)
     xs = sorted(means)
     ys = [float(np.mean(means[x])) for x in xs]
-    axes.plot(xs, ys, "-" if line else "", marker=marker, color=colour, linewidth=1.9, markersize=6)
+    bold = {"linewidth": 1.9, "marker": look.marker, "markersize": 6, "transform": move}
+    axes.plot(xs, ys, linestyle=look.line, color=look.colour, **bold)
     return xs[-1], ys[-1]

@@ -1,0 +1,161 @@
+"""What a report concludes: estimates, differences with their errors, verdicts and warnings."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster_sft import caveats, comparison, headline, overview, tables
+from cluster_sft.points import METRICS
+from cluster_sft.results import collect
+from report_leaves import Workspace
+
+NLL, BASE_PASS, _, ACCURACY = METRICS
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path / "results" / "demo")
+
+
+def test_seeds_are_averaged_with_their_standard_deviation(workspace):
+    points = [workspace.point("random", seed=i, shift=0.01 * i) for i in range(3)]
+    results = collect(points)
+    (group,) = results.groups
+    values = results.summary["heldout_nll"].to_list()
+    estimate = group.estimates["heldout_nll"]
+    assert estimate.value == pytest.approx(sum(values) / 3)
+    deviations = sum((v - estimate.value) ** 2 for v in values)
+    assert estimate.sd == pytest.approx(math.sqrt(deviations / 2))
+    table = tables.seeds_table(results)
+    assert table is not None
+    assert table.rows[0][1].text == "3"
+
+
+def test_paired_comparison_finds_what_separate_errors_hide(workspace):
+    results = collect([workspace.point("cluster"), workspace.point("random")])
+    found = {d.metric.name: d for d in comparison.against(results, "cluster", "random")}
+    nll = found["heldout_nll"]
+    separate = comparison.Z * math.hypot(
+        *(g.estimates["heldout_nll"].stderr or 0.0 for g in results.groups)
+    )
+    assert nll.paired
+    assert nll.outcome == "worse"
+    assert nll.margin is not None
+    assert nll.margin < nll.value < separate
+    assert found["evalplus_base_pass1"].outcome == "within error"
+
+
+def test_paired_error_equals_the_bootstrap_over_rows(workspace):
+    results = collect([workspace.point("cluster"), workspace.point("random")])
+    (nll,) = [d for d in comparison.against(results, "cluster", "random") if d.metric == NLL]
+    a, b = (results.items["heldout_nll"][i] for i in (0, 1))
+    tokens, gap = a["weight"].to_numpy(), (a["total"] - b["total"]).to_numpy()
+    draws = np.random.default_rng(0).integers(0, len(gap), (4000, len(gap)))
+    spread = (gap[draws].sum(1) / tokens[draws].sum(1)).std()
+    assert nll.margin == pytest.approx(comparison.Z * spread, rel=0.06)
+
+
+def test_paired_shares_that_barely_differ_still_have_an_error(workspace):
+    results = collect([workspace.point("cluster"), workspace.point("random")])
+    (base,) = [d for d in comparison.against(results, "cluster", "random") if d.metric == BASE_PASS]
+    assert base.paired
+    assert base.value == pytest.approx(1 / 8)  # one problem more, none less
+    assert base.margin == pytest.approx(comparison.Z * math.sqrt(1 + 1 - 1 / 10) / 10)
+
+
+def test_items_that_do_not_give_the_reported_score_are_not_paired(workspace):
+    points = [workspace.point("cluster"), workspace.point("random")]
+    path = points[0].evaluate["heldout"] / "samples.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-3]))
+    found = comparison.against(collect(points), "cluster", "random")
+    assert [d.paired for d in found if d.metric == NLL] == [False]
+
+
+def test_perfect_score_on_few_items_does_not_beat_a_near_perfect_one(workspace):
+    results = collect([workspace.point("cluster"), workspace.point("random")])
+    perfect = comparison.Estimate(1.0, 0.0, 8, None)
+    close = comparison.Estimate(7 / 8, math.sqrt(7 / 8 / 8 / 8), 8, None)
+    groups = [
+        comparison.Group(s, 0.5, {}, (i,), {}, {BASE_PASS.name: e})
+        for i, (s, e) in enumerate((("cluster", perfect), ("random", close)))
+    ]
+    difference = comparison.compare(results, groups[0], groups[1], BASE_PASS)
+    assert difference is not None
+    assert difference.outcome == "within error"
+
+
+@pytest.mark.parametrize(
+    ("correct", "low", "high"), [(0, 0.0, 0.3244), (8, 0.6756, 1.0), (4, 0.2152, 0.7848)]
+)
+def test_interval_of_a_share_is_wilsons(correct, low, high):
+    p = correct / 8
+    estimate = comparison.Estimate(p, math.sqrt(p * (1 - p) / 8), 8, None)
+    assert comparison.interval(BASE_PASS, estimate) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_best_is_marked_only_where_the_difference_exceeds_its_error(workspace):
+    results = collect([workspace.point(s) for s in ("base", "full", "cluster", "random")])
+    assert comparison.best(results, NLL) == {3}
+    assert comparison.best(results, ACCURACY) == set()
+    marked = [[c.text for c in row if c.best] for row in tables.results_table(results).rows]
+    assert [len(texts) for texts in marked] == [0, 0, 0, 1]
+
+
+def test_headline_says_plainly_that_random_is_better(workspace):
+    points = [workspace.point(s) for s in ("base", "cluster", "random")]
+    results = collect(points)
+    assert headline.compared(results).startswith("Cluster and random, each trained on 288 rows")
+    verdict = headline.verdicts(results)[0]
+    assert verdict.outcome == "worse"
+    assert verdict.text.startswith("Random is better than cluster by 0.0")
+    assert any("clustering did not pay" in note for note in headline.notes(results))
+
+
+def test_random_ahead_in_few_of_many_comparisons_is_no_verdict(workspace):
+    points = []
+    for k, shift in ((2, 0.0), (3, -0.017), (4, -0.017)):
+        sizes = (1200 - 300 * (k - 1),) + (300,) * (k - 1)
+        for strategy in ("cluster", "random"):
+            own = shift if strategy == "cluster" else 0.0
+            axes = {"cluster.k": k}
+            points.append(workspace.point(strategy, sizes=sizes, axes=axes, shift=own))
+    verdict = headline.verdicts(collect(points))[0]
+    assert "better than random in 0, worse in 1, within the error in 2" in verdict.text
+    assert verdict.outcome == "mixed"
+    assert not any("did not pay" in note for note in headline.notes(collect(points)))
+
+
+def test_training_that_does_not_help_is_said(workspace):
+    results = collect([workspace.point("base"), workspace.point("random", shift=0.3)])
+    assert any("did not lower" in note for note in headline.notes(results))
+
+
+def test_warnings_name_low_usage_remainder_displaced_rows_and_few_items(workspace):
+    sizes = (600, 400, 170, 30)
+    points = [workspace.point(s, sizes=sizes, batch=18) for s in ("cluster", "random")]
+    results = collect(points)
+    found = " ".join(caveats.warnings(results, overview.clusterings(points)))
+    assert "only 10.0% of the data" in found
+    assert "K = 4 does not divide the global batch of 18 rows" in found
+    assert "23 of 1,200 rows" in found
+    assert "evalplus-small has 8 items: one item moves its score by 12.5 points" in found
+
+
+def test_displaced_rows_of_many_clusterings_are_one_warning(workspace):
+    points = [workspace.point("cluster", alpha=a, axes={"cluster.alpha": a}) for a in (1.5, 2.0)]
+    found = caveats.warnings(collect(points), overview.clusterings(points))
+    assert [w for w in found if "nearest cluster" in w] == [
+        "The capacity kept rows (1.9% to 1.9% in 2 clusterings) out of their nearest cluster. They "
+        "lie far from their own centroid, so peripheral ranking favours them."
+    ]
+
+
+def test_usual_clustering_gives_no_warning_on_usage_or_batch(workspace):
+    points = [workspace.point(s) for s in ("cluster", "random")]
+    found = " ".join(caveats.warnings(collect(points), overview.clusterings(points)))
+    assert "balanced selection can use only" not in found
+    assert "does not divide" not in found
