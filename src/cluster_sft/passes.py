@@ -131,11 +131,14 @@ class Table:
         )
 
     def _ahead(self, rows: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
-        """Yield parts of `rows`; while one is in use, the next is on its way from the disk."""
-        for low in range(0, rows.size, max(1, size)):
-            if self._mapped:
-                ahead = rows[low + size : low + 2 * size] if low else rows[: 2 * size]
-                self._pool.submit(kernels.prefetch, self.x, ahead, mmap.PAGESIZE)
+        """Yield parts of `rows`; the rows that follow are on their way from the disk meanwhile."""
+        size = max(1, size)
+        asked = 0
+        for low in range(0, rows.size, size):
+            if self._mapped and low + size >= asked:
+                reach = max(low + size, asked) + self._ahead_rows
+                self._pool.submit(kernels.prefetch, self.x, rows[asked:reach], mmap.PAGESIZE)
+                asked = reach
             yield rows[low : low + size]
 
     def _share(self, size: int, piece: int, work: Callable[[int, int], None]) -> None:
