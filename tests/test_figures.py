@@ -29,37 +29,42 @@ def _draw(points: list) -> dict[str, str]:
     return figures.draw(results, clusterings=found, way=overview.way(results, found))
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The figures of a run of base, full, cluster and random; full trains for longer."""
+    workspace = Workspace(tmp_path_factory.mktemp("usual") / "results" / "demo")
+    return _draw([workspace.point(s) for s in ("base", "full", "cluster", "random")])
+
+
 def _texts(svg: str) -> list[str]:
     return [
         "".join(node.itertext()).strip() for node in ElementTree.fromstring(svg).iter(f"{SVG}text")
     ]
 
 
-def test_run_draws_rows_clusters_loss_and_scores(workspace):
-    drawn = _draw([workspace.point(s) for s in ("base", "cluster", "random")])
-    assert set(drawn) == {"rows", "clusters", "loss", "scores"}
+def test_run_draws_rows_clusters_loss_and_scores(usual):
+    assert set(usual) == {"rows", "clusters", "loss", "scores"}
 
 
 def test_untrained_model_alone_draws_rows_and_scores(workspace):
     assert set(_draw([workspace.point("base")])) == {"rows", "scores"}
 
 
-def test_clusters_show_sizes_capacity_selection_and_weights(workspace):
-    words = _texts(_draw([workspace.point("cluster")])["clusters"])
+def test_clusters_show_sizes_capacity_selection_and_weights(usual):
+    words = _texts(usual["clusters"])
     assert {"429", "346", "282", "143", "72", "capacity 450"} <= set(words)
     assert {"1.43", "1.15", "0.94", "0.48"} <= set(words)
 
 
-def test_every_curve_is_named_at_its_end(workspace):
-    words = _texts(_draw([workspace.point(s) for s in ("cluster", "random", "full")])["loss"])
+def test_every_curve_is_named_at_its_end(usual):
+    words = _texts(usual["loss"])
     assert {"cluster", "random", "full"} <= set(words)
 
 
-def test_axes_carry_units(workspace):
-    drawn = _draw([workspace.point(s) for s in ("base", "cluster", "random")])
-    assert any("nats per token" in word for word in _texts(drawn["scores"]))
-    assert any("nats per token" in word for word in _texts(drawn["loss"]))
-    assert "Rows" in _texts(drawn["rows"])
+def test_axes_carry_units(usual):
+    assert any("nats per token" in word for word in _texts(usual["scores"]))
+    assert any("nats per token" in word for word in _texts(usual["loss"]))
+    assert "Rows" in _texts(usual["rows"])
 
 
 def test_metric_that_a_point_lacks_is_said_to_be_not_run(workspace):
@@ -82,15 +87,14 @@ def test_swept_axis_shows_every_strategy_inside_its_frame(workspace):
     assert all(0 <= y <= height for y in drawn)
 
 
-def test_figures_hold_only_the_palette_so_that_the_page_can_turn_dark(workspace):
-    drawn = _draw([workspace.point(s) for s in ("base", "full", "cluster", "random")])
-    for name, svg in drawn.items():
+def test_figures_hold_only_the_palette_so_that_the_page_can_turn_dark(usual):
+    for name, svg in usual.items():
         assert set(re.findall(r"#[0-9a-f]{6}\b", svg)) <= set(drawing.DARK), name
         assert not re.search(r"(fill|stroke): #", inline(svg, name)), name
 
 
-def test_figures_hold_no_date_and_no_version(workspace):
-    for svg in _draw([workspace.point("cluster")]).values():
+def test_figures_hold_no_date_and_no_version(usual):
+    for svg in usual.values():
         assert "<dc:date>" not in svg
         assert "matplotlib.org" not in svg
         assert "Matplotlib" not in svg

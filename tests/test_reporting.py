@@ -34,14 +34,21 @@ def _written(points: list[Point], out: Path, study: str | None = None) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report on base, cluster and random, everything run."""
+    root = tmp_path_factory.mktemp("usual")
+    workspace = Workspace(root / "results" / "demo")
+    return _written([workspace.point(s) for s in ("base", "cluster", "random")], root / "out")
+
+
 def _summary(leaf: Path) -> list[dict[str, str]]:
     with (leaf / "summary.csv").open() as file:
         return list(csv.DictReader(file))
 
 
-def test_summary_has_the_contract_columns_first_and_one_base_row(workspace, tmp_path):
-    points = [workspace.point(s) for s in ("base", "cluster", "random")]
-    rows = _summary(_written(points, tmp_path / "out"))
+def test_summary_has_the_contract_columns_first_and_one_base_row(usual):
+    rows = _summary(usual)
     assert tuple(rows[0])[: len(CONTRACT)] == CONTRACT
     assert [row["strategy"] for row in rows] == ["base", "cluster", "random"]
     base, cluster, _ = rows
@@ -125,9 +132,8 @@ class _References(HTMLParser):
         self.fetched += [v for v in found if v and not v.startswith("#")]
 
 
-def test_page_needs_nothing_from_elsewhere_and_repeats_no_id(workspace, tmp_path):
-    points = [workspace.point(s) for s in ("base", "cluster", "random")]
-    text = (_written(points, tmp_path / "out") / "report.html").read_text()
+def test_page_needs_nothing_from_elsewhere_and_repeats_no_id(usual):
+    text = (usual / "report.html").read_text()
     parser = _References()
     parser.feed(text)
     assert parser.fetched == []
@@ -201,12 +207,10 @@ def test_plots_hold_a_curve_a_group_with_means_over_seeds(workspace, tmp_path):
         assert [row["name"] for row in csv.DictReader(file)] == ["base", "random"]
 
 
-def test_terminal_digest_has_a_line_a_group_and_names_the_page(workspace, tmp_path):
-    points = [workspace.point(s) for s in ("base", "cluster", "random")]
-    out = _written(points, tmp_path / "out")
-    lines = reporting.digest_of(out).splitlines()
+def test_terminal_digest_has_a_line_a_group_and_names_the_page(usual):
+    lines = reporting.digest_of(usual).splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["base", "cluster", "random"]
-    assert lines[-1] == f"Report: {out / 'report.html'}"
+    assert lines[-1] == f"Report: {usual / 'report.html'}"
 
 
 @dataclass(frozen=True)
