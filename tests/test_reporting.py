@@ -1,4 +1,4 @@
-"""The report stage: what it reads from leaves, what it concludes, and what it writes."""
+"""The report stage: what it reads from leaves and what it writes."""
 
 from __future__ import annotations
 
