@@ -28,6 +28,7 @@ from cluster_sft._provenance import (
     common,
     literals,
     located,
+    narrowed,
 )
 from cluster_sft.errors import UserError
 
@@ -84,23 +85,24 @@ class ChatTemplate:
         Raises:
             UserError: it has none, or one that is no valid Jinja.
         """
+        where = f"model {tokenizer.name_or_path!r}: its tokenizer"
+        remedy = "set model.template to alpaca, magicoder or plain"
         if not tokenizer.chat_template:
+            raise UserError(f"{where} has no chat template; {remedy}")
+        try:
+            source = tokenizer.get_chat_template()
+        except ValueError as error:
             raise UserError(
-                f"model {tokenizer.name_or_path!r}: its tokenizer has no chat template; "
-                "set model.template to alpaca, magicoder or plain"
-            )
-        source = tokenizer.get_chat_template()
+                f"{where} has several chat templates, none default; {remedy}"
+            ) from error
         prelude = DATE if "strftime_now" in source else ""
         tokens = dict(tokenizer.special_tokens_map)
         template = cls(prelude + source, tokens, specials, str(tokenizer.eos_token or ""))
         try:
             _render([[]], chat_template=template.source, **tokens)
         except TemplateSyntaxError as error:
-            raise UserError(
-                f"model {tokenizer.name_or_path!r}: its chat template is no valid Jinja "
-                f"(line {error.lineno}: {error.message}); set model.template to alpaca, "
-                "magicoder or plain"
-            ) from error
+            what = f"no valid Jinja (line {error.lineno}: {error.message})"
+            raise UserError(f"{where} has a chat template that is {what}; {remedy}") from error
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError):
             pass  # it refuses an empty conversation, as it may
         return template
@@ -135,7 +137,7 @@ class ChatTemplate:
             if message["role"] == "assistant" and turn in places:
                 span = self._turn(text, messages, places, turn)
                 if blocks is not None:
-                    span = _narrowed(span, blocks)
+                    span = narrowed(span, blocks)
                 supervised += [span] if span else []
         if any(b[0] < a[1] for a, b in itertools.pairwise(supervised)):
             raise TemplateRefusal("the template interleaves the turns of the assistant")
@@ -295,9 +297,3 @@ class ChatTemplate:
 
 def _shape(messages: Sequence[Message]) -> Shape:
     return tuple((m["role"], None if m["content"].strip() else m["content"]) for m in messages)
-
-
-def _narrowed(span: Span, blocks: list[Span]) -> Span | None:
-    """Return the span from where a generation block begins in it; None if no block meets it."""
-    met = [block for block in blocks if block[0] < span[1] and block[1] > span[0]]
-    return (max(span[0], met[0][0]), span[1]) if met else None

@@ -116,3 +116,9 @@ def common(first: str, second: str) -> int:
     """Return the length of the longest common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def narrowed(span: Span, blocks: list[Span]) -> Span | None:
+    """Return the span from where a generation block begins in it; None if no block meets it."""
+    met = [block for block in blocks if block[0] < span[1] and block[1] > span[0]]
+    return (max(span[0], met[0][0]), span[1]) if met else None
