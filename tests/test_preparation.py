@@ -152,6 +152,11 @@ def test_run_max_length_defaults_to_the_models(prepare):
     assert read_json(leaf / "summary.json")["max_length"] == 512
 
 
+def test_run_max_length_above_the_models_context_is_refused(prepare):
+    with pytest.raises(UserError, match=r"model\.max_length must be at most .* 512 tokens, got 513"):
+        prepare(ROWS, max_length=513)
+
+
 def test_run_every_row_is_counted_once_under_its_reason(prepare):
     user, bot = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     talks = [

@@ -97,7 +97,10 @@ def read_table(leaf: Path, name: str, columns: list[str] | None = None) -> pl.Da
                 f"got {found.get(wrong[0], 'no such column')}; delete the leaf and run it again"
             )
         return pl.read_parquet(path, columns=list(wanted))
-    except (pl.exceptions.PolarsError, OSError) as error:
+    except UserError:
+        raise
+    # Polars panics, beside raising its own errors, on some damaged files.
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise UserError(
             f"{path}: damaged ({str(error).splitlines()[0][:120]}); delete the leaf and run it again"
         ) from error

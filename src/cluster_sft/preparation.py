@@ -79,7 +79,7 @@ def run(params: PrepareParams, *, out: Path, scratch: Path, launch: object) -> N
         where=source.where(0),
     )
     renderer = Renderer.of(models.load_tokenizer(params.model), template=params.template)
-    limit = params.max_length or context_length(params.model)
+    limit = _length_limit(params.max_length, params.model)
     candidates, drops = render_rows(source, reader, renderer)
     kept, encoded, late = encode_rows(
         candidates, renderer, max_length=limit, max_samples=params.max_samples
@@ -184,6 +184,17 @@ def held_out_prompts(prompts: Sequence[str], *, share: float, seed: int) -> set[
     different = set(prompts)
     count = int(Fraction(str(share)) * len(different) + Fraction(1, 2))
     return set(sorted(different, key=lambda p: (_digest(seed, p), p))[:count])
+
+
+def _length_limit(max_length: int | None, model: str) -> int | None:
+    """Return the tokens that a row may have."""
+    context = context_length(model)
+    if max_length and context and max_length > context:
+        raise UserError(
+            f"model.max_length must be at most the model's own context of {context} tokens, got "
+            f"{max_length} for {model}; lower it, or set it to null for that context"
+        )
+    return max_length or context
 
 
 def context_length(model: str) -> int | None:

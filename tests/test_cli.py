@@ -1,0 +1,158 @@
+"""The command line: stages on their own, exit status, one line for every error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from engines import rows
+
+from cluster_sft.cli import main
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(rows(40))
+    return tmp_path
+
+
+def run(*arguments: object) -> int:
+    return main([str(a) for a in arguments])
+
+
+@pytest.fixture
+def clustered(here, tiny_model_dir) -> Path:
+    """Leaves prepared, embedded and clustered, made by the stages on their own."""
+    model = ("--model", tiny_model_dir)
+    assert run("prepare", "--source", "rows.jsonl", *model, "--out", "prepared") == 0
+    embed = ("embed", "--dataset", "prepared", *model, "--dtype", "fp32", "--out", "embedded")
+    assert run(*embed) == 0
+    assert run("cluster", "--embeddings", "embedded", "--k", 2, "--out", "clustered") == 0
+    return here
+
+
+def test_stages_on_their_own_chain_without_params_yaml(clustered):
+    select = ("select", "--clusters", "clustered", "--dataset", "prepared", "--ratio", 0.5)
+    assert run(*select, "--out", "selected") == 0
+    subset = pl.read_parquet("selected/subset.parquet")
+    sizes = json.loads(Path("clustered/summary.json").read_text())["sizes"]
+    m = int(0.5 * min(sizes) + 0.5)
+    assert subset.group_by("cluster").len().sort("cluster").rows() == [(0, m), (1, m)]
+    assert sorted(subset["weight"].unique()) == sorted(n * 2 / sum(sizes) for n in set(sizes))
+    lines = [json.loads(x) for x in Path("selected/subset.jsonl").read_text().splitlines()]
+    assert {tuple(line) for line in lines} == {("instruction", "output", "cluster", "weight")}
+    assert np.load("embedded/embeddings.npy").dtype == np.float16
+    found = {p.name for p in Path().iterdir()}
+    assert found == {"rows.jsonl", "prepared", "embedded", "clustered", "selected"}
+
+
+def test_stage_run_again_reuses_and_with_other_values_refuses_to_overwrite(clustered, capsys):
+    again = ("cluster", "--embeddings", "embedded", "--out", "clustered", "--k")
+    assert run(*again, 2) == 0
+    assert "reused" in capsys.readouterr().err
+    assert run(*again, 3) == 2
+    assert "nothing is ever overwritten" in capsys.readouterr().err
+
+
+def test_train_and_evaluate_on_their_own(clustered, tiny_model_dir):
+    select = ("select", "--clusters", "clustered", "--dataset", "prepared")
+    assert run(*select, "--out", "selected") == 0
+    train = ("train", "--subset", "selected", "--dataset", "prepared", "--model", tiny_model_dir)
+    size = ("--workers", 2, "--global-batch-size", 4, "--epochs", 1, "--precision", "fp32")
+    assert run(*train, *size, "--out", "trained") == 0
+    manifest = json.loads(Path("trained/manifest.json").read_text())
+    assert (manifest["params"]["weights"], manifest["params"]["batches"]) == (
+        "cluster",
+        "stratified",
+    )
+
+
+def error(capsys, *arguments: object) -> str:
+    assert run(*arguments) == 2
+    captured = capsys.readouterr().err.splitlines()
+    assert len(captured) == 1, captured
+    return captured[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("cluster", "--k", "2"), "required: --embeddings, --out"),
+        (
+            ("cluster", "--embeddings", "none", "--k", "2", "--out", "o"),
+            "none: no complete embed leaf",
+        ),
+        (
+            ("cluster", "--embeddings", "none", "--k", "0", "--out", "o"),
+            "--k: .*greater than 0, got 0",
+        ),
+        (
+            ("cluster", "--embeddings", "n", "--k", "2", "--alpha", "0.9", "--out", "o"),
+            "--alpha.*0.9",
+        ),
+        (
+            ("select", "--clusters", "c", "--dataset", "d", "--ratio", "0", "--out", "o"),
+            "--ratio.*got 0",
+        ),
+        (
+            ("select", "--clusters", "c", "--dataset", "d", "--ratio", "1.5", "--out", "o"),
+            "--ratio.*1.5",
+        ),
+        (
+            ("prepare", "--source", "none.jsonl", "--model", "m", "--out", "o"),
+            "none.jsonl: no such file",
+        ),
+        (("nonsense",), "invalid choice: 'nonsense'"),
+        (("run", "results/x/embed"), "params.yaml: no such file"),
+    ],
+)
+def test_error_is_one_line_and_status_two(here, capsys, arguments, told):
+    import re
+
+    assert re.search(told, error(capsys, *arguments))
+    assert sorted(p.name for p in here.iterdir()) == ["rows.jsonl"]
+
+
+def test_more_clusters_than_rows_is_one_line(clustered, capsys):
+    told = error(capsys, "cluster", "--embeddings", "embedded", "--k", 100, "--out", "o")
+    assert "got k = 100 and 40 rows" in told and not Path("o").exists()
+
+
+def test_leaf_of_another_stage_is_refused(clustered, capsys):
+    told = error(capsys, "cluster", "--embeddings", "prepared", "--k", 2, "--out", "o")
+    assert "must be a leaf of embed, got one of prepare" in told
+
+
+def test_altered_embeddings_are_refused(clustered, capsys):
+    path = Path("embedded/embeddings.npy")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    told = error(capsys, "cluster", "--embeddings", "embedded", "--k", 2, "--out", "o")
+    assert "embeddings.npy was truncated or altered" in told
+
+
+def test_unknown_strategy_is_one_line(clustered, capsys):
+    flags = ("--clusters", "clustered", "--dataset", "prepared", "--out", "o")
+    told = error(capsys, "select", *flags, "--strategy", "clutser")
+    assert "did you mean 'cluster'" in told
+
+
+def test_environment_overrides_execution_and_flags_override_it(clustered, monkeypatch, capsys):
+    monkeypatch.setenv("CLUSTER_SFT_THREADS", "zero")
+    flags = ("cluster", "--embeddings", "embedded", "--k", 3, "--out", "o")
+    assert "--threads" in error(capsys, *flags)
+    assert run(*flags, "--threads", 1) == 0
+
+
+def test_defect_of_ours_is_status_one(here, monkeypatch, capsys):
+    from cluster_sft import store
+
+    def broken(*arguments, **settings):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(store, "load_node", broken)
+    assert run("cluster", "--embeddings", "e", "--k", 2, "--out", "o") == 1
+    assert "defect of ours" in capsys.readouterr().err
