@@ -218,6 +218,14 @@ def test_transport_heaps_of_two_entries_equal_whole_heaps():
             clamp = transport.row_minima(cost, base)
             prices = np.zeros(len(capacity), np.int64)
             limits = np.minimum(capacity, len(cost))
-            assert transport.solve(cost, base, clamp, 1.0, limits, prices, labels, keep) >= 0
+            kept = np.full(len(cost), -1, np.int32)
+            assert transport.solve(cost, base, clamp, 1.0, limits, prices, labels, kept, keep) >= 0
             found.append(_objective(cost, labels))
         assert found[0] == found[1]
+
+
+def test_solve_equally_good_labels_keep_the_previous_ones():
+    cost = np.tile([0.1, 0.3, 0.2], (12, 1))
+    previous = np.random.default_rng(8).permutation(np.repeat([0, 1, 2], 4)).astype(np.int32)
+    labels, _ = solve(cost, np.full(3, 4), previous=previous)
+    np.testing.assert_array_equal(labels, previous)

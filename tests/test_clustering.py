@@ -69,7 +69,9 @@ class _ReadingAll(kmeans.Lloyd):
 
     def _assign(self):
         self._read(np.arange(self.table.n_rows))
-        labels, self.prices = solve(self.cost, self.capacity, self.prices, additive=True)
+        labels, self.prices = solve(
+            self.cost, self.capacity, self.prices, previous=self.labels, additive=True
+        )
         return labels
 
 

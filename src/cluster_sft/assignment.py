@@ -50,6 +50,7 @@ def solve(
     capacity: NDArray[np.int64],
     prices: NDArray[np.float64] | None = None,
     *,
+    previous: NDArray[np.int32] | None = None,
     additive: bool = False,
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Return optimal labels (N,) and prices (K,); validation assumed.
@@ -61,6 +62,7 @@ def solve(
         cost: (N, K), C-contiguous.
         capacity: (K,), at most N each and at least N together.
         prices: (K,) where to start; all 0 without.
+        previous: (N,) labels that rows keep where others are no better.
         additive: whether the row minima belong to the objective to which accuracy is relative
             (costs that are not negative, such as squared distances).
     """
@@ -69,15 +71,16 @@ def solve(
     clamp = float(transport.row_minima(cost, base))
     floor = float(base.sum()) if additive else 0.0
     labels = np.empty(n_rows, np.int32)
+    kept = np.full(n_rows, -1, np.int32) if previous is None else previous
     start = np.zeros(n_clusters) if prices is None else prices
     while True:
         scale = _scale(clamp, n_clusters)
         whole = _whole_prices(start, clamp, scale, n_clusters)
-        solved = transport.solve(cost, base, clamp, scale, capacity, whole, labels, 0)
+        solved = transport.solve(cost, base, clamp, scale, capacity, whole, labels, kept, 0)
         assert solved >= 0, "the capacities admit no assignment"
         excess = float(transport.excess_of(cost, base, labels))
         start = whole / scale
-        fine = n_rows / scale <= ACCURACY * (excess + floor)
+        fine = 2 * n_rows / scale <= ACCURACY * (excess + floor)
         if fine or excess == 0 or 4 * excess >= clamp:
             return labels, start
         clamp = 2 * excess

@@ -112,7 +112,7 @@ class Lloyd:
         before = self.prices
         while True:
             labels, self.prices = assignment.solve(
-                self.cost, self.capacity, self.prices, additive=True
+                self.cost, self.capacity, self.prices, previous=self.labels, additive=True
             )
             rows = self._uncertain(labels, slack=0.0)
             if not rows.size:

@@ -35,13 +35,18 @@ Integer = int | np.int64
 
 
 class Problem(NamedTuple):
-    """The integer cost of (row, j) is round(min(cost - base, clamp) * scale), on the fly."""
+    """The integer cost of (row, j) is round(min(cost - base, clamp) * scale), on the fly.
+
+    Clusters other than the row's previous one cost 1 more, which is below the rounding: of equally
+    good labels a row keeps its own, or copies of a row change places after all else converged.
+    """
 
     cost: Floats  # (N, K)
     base: Floats  # (N,)
     clamp: float
     scale: float
     label: Labels  # (N,)
+    previous: Labels  # (N,), -1 for none
 
 
 class Heaps(NamedTuple):
@@ -96,7 +101,7 @@ def excess_of(cost: Floats, base: Floats, label: Labels) -> float:
 @compiled
 def _cost(problem: Problem, row: int, j: int) -> Integer:
     excess = min(problem.cost[row, j] - problem.base[row], problem.clamp)
-    return np.int64(excess * problem.scale + 0.5)
+    return np.int64(excess * problem.scale + 0.5) + np.int64(problem.previous[row] != j)
 
 
 @compiled
@@ -381,6 +386,7 @@ def solve(
     capacity: Integers,
     price: Integers,
     label: Labels,
+    previous: Labels,
     keep: Integer,
 ) -> Integer:
     """Write the optimal labels and prices; return the number of augmentations, or -1.
@@ -393,10 +399,11 @@ def solve(
         capacity: (K,) int64, at most N each, N at most their sum (else -1).
         price: (K,) int64, not negative; the start, overwritten by the optimal prices.
         label: (N,) int32, overwritten.
+        previous: (N,) int32, see `Problem`; not `label` itself.
         keep: entries of a heap when it is built; 0 chooses by the overflow.
     """
     n_clusters = capacity.size
-    problem = Problem(cost, base, clamp, scale, label)
+    problem = Problem(cost, base, clamp, scale, label, previous)
     flow = np.empty(n_clusters, np.int64)
     excess = np.empty(n_clusters + 1, np.int64)
     _start(problem, capacity, price, flow, excess)
