@@ -176,6 +176,15 @@ def test_memory_mapped_read_only_file_equals_array_in_memory(tmp_path, monkeypat
     assert in_memory.centroids.tobytes() == on_disk.centroids.tobytes()
 
 
+def test_strided_table_equals_contiguous_one():
+    x = _mixture(300, 12, dtype=np.float16)
+    strided = np.repeat(x, 2, axis=1)[:, ::2]
+    expected, found = (constrained_kmeans(t, k=3, seed=0) for t in (x, strided))
+    assert not strided.flags.c_contiguous
+    np.testing.assert_array_equal(found.labels, expected.labels)
+    np.testing.assert_allclose(found.distances, expected.distances, rtol=1e-6)
+
+
 def test_sample_start_reaches_the_optimum_of_a_start_on_all_rows(monkeypatch):
     x = _mixture(4000, 16, parts=4, seed=8)
     whole = constrained_kmeans(x, k=4, alpha=1.2, seed=0)

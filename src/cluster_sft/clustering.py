@@ -15,12 +15,14 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from cluster_sft import artifacts
 from cluster_sft.assignment import assign
@@ -35,6 +37,7 @@ __all__ = ["Clustering", "assign", "capacity_of", "constrained_kmeans", "run"]
 
 SAMPLE_ROWS = 16384  # on which the restarts run; more gain nothing that one full pass does not
 SAMPLE_BYTES = 256 << 20  # of the sample's copy, where rows are very wide
+SAMPLE_ITERATIONS = 100
 SAMPLE_TOLERANCE = 5e-4  # share of labels that still change when a restart stops
 LOW_USAGE = 0.25
 
@@ -98,6 +101,7 @@ def constrained_kmeans(
     tol: float = 1e-4,
     threads: int | None = None,
     block_rows: int | None = None,
+    progress: bool = False,
 ) -> Clustering:
     """Cluster rows into K clusters of at most `capacity_of(N, K, alpha)` rows each.
 
@@ -114,34 +118,28 @@ def constrained_kmeans(
         tol: stop when at most this share of the rows changes label.
         threads: by default the processors that this process may use.
         block_rows: rows of a block of the first pass; by default 8 MiB of them.
+        progress: show a progress bar on stderr.
 
     Raises:
         UserError: an argument is outside its range, or x is not finite.
     """
     x = _checked(x, k=k, seed=seed, n_init=n_init, max_iter=max_iter, tol=tol)
     capacity = capacity_of(len(x), k, alpha)
-    whole = len(x) <= (size := _sample_size(x, k))
-    with Table(x, threads=threads) as table:
-        sample = x if whole else table.gather(_sample_rows(len(x), size, seed=seed))
-    with Table(sample, threads=threads, block_rows=block_rows) as table:
-        limit = capacity_of(len(sample), k, alpha)
-        starts = (
-            _restart(
-                table,
-                k=k,
-                capacity=limit,
-                rng=np.random.default_rng([seed, restart]),
-                max_iter=max_iter if whole else 100,
-                tol=tol if whole else SAMPLE_TOLERANCE,
-            )
-            for restart in range(n_init)
-        )
-        fit = min(starts, key=lambda start: start.inertia)
-    if not whole:
-        del sample
-        with Table(x, threads=threads, block_rows=block_rows) as table:
-            lloyd = Lloyd(table, fit.centers, capacity=capacity, prices=fit.prices)
-            fit = lloyd.run(max_iter=max_iter, tolerance=tol)
+    size = _sample_size(x, k)
+    whole = len(x) <= size
+    bar = tqdm(total=n_init + (not whole), desc="cluster", unit="fit", disable=not progress)
+    with bar, Table(x, threads=threads, block_rows=block_rows) as table:
+        best = partial(_best_restart, k=k, alpha=alpha, seed=seed, n_init=n_init, bar=bar)
+        if whole:
+            fit = best(table, max_iter=max_iter, tol=tol)
+        else:
+            copy = table.gather(_sample_rows(len(x), size, seed=seed))
+            with Table(copy, threads=threads, block_rows=block_rows) as sample:
+                start = best(sample, max_iter=SAMPLE_ITERATIONS, tol=SAMPLE_TOLERANCE)
+            del copy, sample
+            lloyd = Lloyd(table, start.centers, capacity=capacity, prices=start.prices)
+            fit = lloyd.run(max_iter=max_iter, tolerance=tol, report=bar.set_postfix_str)
+            bar.update()
     return _canonical(fit, capacity=capacity, seed=seed)
 
 
@@ -165,6 +163,7 @@ def run(
         max_iter=params.max_iter,
         tol=params.tol,
         threads=launch.threads,
+        progress=True,
     )
     frame = pl.DataFrame(
         {"id": samples["id"], "cluster": found.labels, "distance": found.distances}
@@ -198,18 +197,29 @@ def _summary(found: Clustering, params: ClusterParams, *, usage: float) -> dict[
     }
 
 
-def _restart(
+def _best_restart(
     table: Table,
     *,
     k: int,
-    capacity: int,
-    rng: np.random.Generator,
+    alpha: float,
+    seed: int,
+    n_init: int,
     max_iter: int,
     tol: float,
+    bar: tqdm,
 ) -> Fit:
-    centers = seed_centers(table, k=k, rng=rng)
-    lloyd = Lloyd(table, centers, capacity=capacity, prices=np.zeros(k))
-    return lloyd.run(max_iter=max_iter, tolerance=tol)
+    """Return the fit of least inertia over `n_init` seedings, the first on ties."""
+    best = None
+    for restart in range(n_init):
+        centers = seed_centers(table, k=k, rng=np.random.default_rng([seed, restart]))
+        limit = capacity_of(table.n_rows, k, alpha)
+        lloyd = Lloyd(table, centers, capacity=limit, prices=np.zeros(k))
+        fit = lloyd.run(max_iter=max_iter, tolerance=tol)
+        if best is None or fit.inertia < best.inertia:
+            best = fit
+        bar.update()
+    assert best is not None
+    return best
 
 
 def _sample_size(x: NDArray[np.floating], k: int) -> int:

@@ -11,6 +11,7 @@ Legend: N rows, H features, K clusters.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,13 +145,21 @@ class Lloyd:
         self._travel.append(self._travel[-1] + moved)
         self.centers = centers
 
-    def run(self, *, max_iter: int, tolerance: float) -> Fit:
-        """Iterate until at most `tolerance` x N labels change; measure against the last means."""
+    def run(
+        self, *, max_iter: int, tolerance: float, report: Callable[[str], None] | None = None
+    ) -> Fit:
+        """Iterate until at most `tolerance` x N labels change; measure against the last means.
+
+        `report` is told after each iteration how many labels it changed.
+        """
         n_iter = 1
         self.step()
         while n_iter < max_iter:
             n_iter += 1
-            if self.step() <= tolerance * self.table.n_rows:
+            changed = self.step()
+            if report:
+                report(f"iteration {n_iter}, {changed / self.table.n_rows:.2%} of labels changed")
+            if changed <= tolerance * self.table.n_rows:
                 break
         self._move_centers(self.centers.astype(np.float32).astype(np.float64))
         self._read(np.arange(self.table.n_rows))

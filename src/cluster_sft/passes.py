@@ -45,7 +45,8 @@ class Table:
         self.threads = threads or available_threads()
         self._block_rows = block_rows or max(1, BLOCK_BYTES // max(1, view.itemsize * self.width))
         self._dtype = plain.dtype
-        self._mapped = isinstance(x, np.memmap) and hasattr(mmap, "MADV_WILLNEED")
+        on_disk = getattr(x, "_mmap", None) is not None  # a copy of a np.memmap is one in name only
+        self._mapped = on_disk and hasattr(mmap, "MADV_WILLNEED")
         self._ahead_rows = max(1, AHEAD_BYTES // max(1, view.itemsize * self.width))
         self._pool = ThreadPoolExecutor(self.threads)
 
