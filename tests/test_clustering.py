@@ -176,6 +176,21 @@ def test_memory_mapped_read_only_file_equals_array_in_memory(tmp_path, monkeypat
     assert in_memory.centroids.tobytes() == on_disk.centroids.tobytes()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tensor_gives_the_labels_of_the_array(device, monkeypatch):
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    monkeypatch.setattr(clustering, "SAMPLE_ROWS", 500)
+    x = _mixture(2000, 16, dtype=np.float16)
+    expected = constrained_kmeans(x, k=5, alpha=1.1, seed=0)
+    found = constrained_kmeans(torch.from_numpy(x).to(device), k=5, alpha=1.1, seed=0)
+    np.testing.assert_array_equal(found.labels, expected.labels)
+    np.testing.assert_allclose(found.centroids, expected.centroids, rtol=0, atol=1e-6)
+    assert found.inertia == pytest.approx(expected.inertia, rel=1e-9)
+
+
 def test_strided_table_equals_contiguous_one():
     x = _mixture(300, 12, dtype=np.float16)
     strided = np.repeat(x, 2, axis=1)[:, ::2]

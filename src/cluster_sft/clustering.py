@@ -31,6 +31,8 @@ from cluster_sft.kmeans import Fit, Lloyd, seed_centers
 from cluster_sft.passes import Table
 
 if TYPE_CHECKING:
+    import torch
+
     from cluster_sft.params import ClusterParams, Launch
 
 __all__ = ["Clustering", "assign", "capacity_of", "constrained_kmeans", "run"]
@@ -91,7 +93,7 @@ def capacity_of(n_rows: int, k: int, alpha: float) -> int:
 
 
 def constrained_kmeans(
-    x: NDArray[np.floating],
+    x: NDArray[np.floating] | torch.Tensor,
     *,
     k: int,
     alpha: float = 1.5,
@@ -109,7 +111,8 @@ def constrained_kmeans(
     with N x H.
 
     Args:
-        x: (N, H) float16 or float32, finite, in memory or memory-mapped.
+        x: (N, H) float16 or float32, finite, in memory or memory-mapped; or a torch tensor, which
+            is read on its device (labels are then equal up to rounding).
         k: clusters, 1 to N.
         alpha: capacity in units of N / K, at least 1.
         seed: of the k-means++ draws, not negative.
@@ -128,15 +131,14 @@ def constrained_kmeans(
     size = _sample_size(x, k)
     whole = len(x) <= size
     bar = tqdm(total=n_init + (not whole), desc="cluster", unit="fit", disable=not progress)
-    with bar, Table(x, threads=threads, block_rows=block_rows) as table:
+    with bar, _table(x, threads=threads, block_rows=block_rows) as table:
         best = partial(_best_restart, k=k, alpha=alpha, seed=seed, n_init=n_init, bar=bar)
         if whole:
             fit = best(table, max_iter=max_iter, tol=tol)
         else:
-            copy = table.gather(_sample_rows(len(x), size, seed=seed))
-            with Table(copy, threads=threads, block_rows=block_rows) as sample:
+            with table.subset(_sample_rows(len(x), size, seed=seed)) as sample:
                 start = best(sample, max_iter=SAMPLE_ITERATIONS, tol=SAMPLE_TOLERANCE)
-            del copy, sample
+            del sample  # its rows
             lloyd = Lloyd(table, start.centers, capacity=capacity, prices=start.prices)
             fit = lloyd.run(max_iter=max_iter, tolerance=tol, report=bar.set_postfix_str)
             bar.update()
@@ -222,7 +224,17 @@ def _best_restart(
     return best
 
 
-def _sample_size(x: NDArray[np.floating], k: int) -> int:
+def _table(
+    x: NDArray[np.floating] | torch.Tensor, *, threads: int | None, block_rows: int | None
+) -> Table:
+    if isinstance(x, np.ndarray):
+        return Table(x, threads=threads, block_rows=block_rows)
+    from cluster_sft.tensors import TensorTable
+
+    return TensorTable(x, threads=threads, block_rows=block_rows)
+
+
+def _sample_size(x: NDArray[np.floating] | torch.Tensor, k: int) -> int:
     fitting = SAMPLE_BYTES // (x.itemsize * x.shape[1])
     return max(64 * k, min(SAMPLE_ROWS, fitting))
 
@@ -260,15 +272,22 @@ def _canonical(fit: Fit, *, capacity: int, seed: int) -> Clustering:
 
 
 def _checked(
-    x: NDArray[np.floating], *, k: int, seed: int, n_init: int, max_iter: int, tol: float
-) -> NDArray[np.floating]:
-    if not isinstance(x, np.ndarray):
+    x: NDArray[np.floating] | torch.Tensor,
+    *,
+    k: int,
+    seed: int,
+    n_init: int,
+    max_iter: int,
+    tol: float,
+) -> NDArray[np.floating] | torch.Tensor:
+    tensor = type(x).__module__.partition(".")[0] == "torch"
+    if not tensor and not isinstance(x, np.ndarray):
         x = np.asarray(x)
-    known = (np.float16, np.float32, np.float64)
-    if x.ndim != 2 or x.dtype not in known or not x.shape[1]:
+    known = ("float16", "float32", "float64", "bfloat16")
+    if x.ndim != 2 or str(x.dtype).removeprefix("torch.") not in known or not x.shape[1]:
         raise UserError(
             f"constrained_kmeans: x must be a table (N, H) of float16 or float32, got shape "
-            f"{x.shape} of {x.dtype}"
+            f"{tuple(x.shape)} of {x.dtype}"
         )
     if not 1 <= k <= len(x):
         raise UserError(

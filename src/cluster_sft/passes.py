@@ -65,6 +65,10 @@ class Table:
         """Yield all rows in order, a block at a time."""
         return self._ahead(np.arange(self.n_rows), self._block_rows)
 
+    def subset(self, rows: NDArray[np.int64]) -> Table:
+        """Return a table of a copy of `rows` (ascending), with the same threads and blocks."""
+        return Table(self.gather(rows), threads=self.threads, block_rows=self._block_rows)
+
     def gather(self, rows: NDArray[np.int64]) -> NDArray[np.floating]:
         """Return a copy of `rows` (ascending), in the table's own dtype."""
         if self._mapped:
