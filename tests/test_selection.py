@@ -217,3 +217,34 @@ def test_selection_of_clusters_and_dataset_of_two_runs_is_refused(leaves, tmp_pa
     artifacts.write_table(other, "dataset.parquet", frame)
     with pytest.raises(UserError, match="must come from one run"):
         run((other, clusters), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"a": 1, "b": 'é\n"}{'},
+        {},
+        {"cluster": 7, "weight": None},
+        {"nested": {"weight": 2}},
+        {"said": 'a "cluster" of stars'},
+    ],
+)
+def test_line_of_a_row_is_its_record_with_cluster_and_weight(record):
+    added = {"cluster": 3, "weight": 0.5}
+    named = {f"cluster_sft_{k}" if k in record else k: v for k, v in added.items()}
+    line = selection._line(json.dumps(record, ensure_ascii=False), 3, 0.5)
+    assert line == json.dumps({**record, **named}, ensure_ascii=False) + "\n"
+
+
+def test_selection_reads_data_in_blocks_and_writes_them_in_the_sources_order(
+    leaves, tmp_path, monkeypatch
+):
+    run(leaves, tmp_path / "whole", strategy="full")
+    monkeypatch.setattr(selection, "BLOCK_ROWS", 3)
+    run(leaves, tmp_path / "blocks", strategy="full")
+    whole, blocks = ((tmp_path / name / "subset.jsonl").read_text() for name in ("whole", "blocks"))
+    assert whole == blocks
+    assert [json.loads(line).get("instruction") for line in blocks.splitlines()] == [
+        *(f"q{i}" for i in range(9, 0, -1)),
+        None,
+    ]

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import sys
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from cluster_sft import strategies
 from cluster_sft.artifacts import SUMMARY, read_json, read_table, write_json, write_table
@@ -27,6 +31,9 @@ from cluster_sft.strategies import Budget, Pool, Strategy
 
 if TYPE_CHECKING:
     from cluster_sft.params import Launch, SelectParams
+
+CLUSTERS = "clusters.parquet"
+BLOCK_ROWS = 16384  # of the data, read at a time
 
 
 def trim(pool: Pool, k: int, share: float) -> list[np.ndarray]:
@@ -38,7 +45,9 @@ def trim(pool: Pool, k: int, share: float) -> list[np.ndarray]:
     for cluster in range(k):
         rows = pool.members(cluster)
         n = len(rows) - math.floor(Fraction(str(share)) * len(rows))
-        kept.append(np.sort(pool.by_distance(rows, farthest_first=False)[:n]))
+        if n < len(rows):
+            rows = np.sort(pool.by_distance(rows, farthest_first=False)[:n])
+        kept.append(rows)
     return kept
 
 
@@ -74,56 +83,89 @@ def run(
         dataset: leaf of prepare.
         clusters: leaf of cluster; None for a strategy that ignores clusters.
         out: empty folder for the payload.
-        scratch: unused; the stage takes seconds.
+        scratch: folder for the rows' text before it is put in order.
         launch: unused.
 
     Raises:
         UserError: the budget is empty or clusters and dataset do not fit each other.
     """
+    subset = select(params, dataset=dataset, clusters=clusters, out=out)
+    write_rows(out / "subset.jsonl", subset, dataset, scratch=scratch)
+
+
+def select(
+    params: SelectParams, *, dataset: Path, clusters: Path | None, out: Path
+) -> pl.DataFrame:
+    """Choose the rows, write subset.parquet and summary.json, and return the subset.
+
+    Reads no more of the data than its ids, and these only where there are no clusters.
+    """
     strategy = strategies.get(params.strategy)
-    table, pool, k = _pool(dataset, clusters)
+    leaf, name = (dataset, "dataset.parquet") if clusters is None else (clusters, CLUSTERS)
+    pool, k = _pool(leaf, name)
     trimmed = trim(pool, k, params.trim)
     budget = budget_of(trimmed, params.ratio) if clusters else None
     chosen = strategy.choose(pool, budget, trimmed, params)
-    _check(chosen, len(table) if budget is None else budget.rows, len(table), params.strategy)
+    n_rows = len(pool.label_N)
+    _check(chosen, n_rows if budget is None else budget.rows, n_rows, params.strategy)
     sizes = np.bincount(pool.label_N, minlength=k)
     selected = np.bincount(pool.label_N[chosen], minlength=k)
     weights = _weights(strategy, sizes, selected)
-    subset = (
-        table[chosen]
-        .with_columns(
-            weight=pl.Series(np.nan_to_num(weights[pool.label_N[chosen]]), dtype=pl.Float64)
-        )
-        .with_columns(rank=pl.int_range(pl.len(), dtype=pl.Int64).over("cluster"))
-        .sort("id")
-    )
+    subset = _subset(read_table(leaf, name, ["id"])["id"], pool, chosen, np.nan_to_num(weights))
     write_table(out, "subset.parquet", subset)
-    write_rows(out / "subset.jsonl", subset, dataset)
     write_json(out / SUMMARY, _summary(params, sizes, selected, weights, subset, budget))
+    return subset
 
 
-def _pool(dataset: Path, clusters: Path | None) -> tuple[pl.DataFrame, Pool, int]:
-    """Return the table (id, cluster, distance), its arrays, and K."""
-    if clusters is None:
-        table = read_table(dataset, "dataset.parquet", ["id"]).with_columns(
-            cluster=pl.lit(0, pl.Int32), distance=pl.lit(0.0, pl.Float32)
-        )
-        zero = np.zeros(len(table), bool)
+def _pool(leaf: Path, name: str) -> tuple[Pool, int]:
+    """Return the arrays of a table's rows, and K; one cluster for a table without clusters."""
+    if name != CLUSTERS:
+        n_rows = len(read_table(leaf, name, ["id"]))
+        labels, distances = np.zeros(n_rows, np.int32), np.zeros(n_rows, np.float32)
+        zero = np.zeros(n_rows, bool)
     else:
-        table = read_table(clusters, "clusters.parquet")
-        summary = read_json(clusters / SUMMARY) if (clusters / SUMMARY).is_file() else {}
-        zero = table["id"].is_in(summary.get("zero_rows", [])).to_numpy()
-    labels = table["cluster"].to_numpy()
+        table = read_table(leaf, name, ["cluster", "distance"])
+        labels, distances = (table[c].to_numpy() for c in ("cluster", "distance"))
+        summary = read_json(leaf / SUMMARY) if (leaf / SUMMARY).is_file() else {}
+        zero = np.zeros(len(table), bool)
+        if zero_rows := summary.get("zero_rows"):
+            zero = read_table(leaf, name, ["id"])["id"].is_in(zero_rows).to_numpy()
     k = int(labels.max()) + 1 if len(labels) else 0
     if k == 0 or np.bincount(labels, minlength=k).min() == 0:
-        raise UserError(f"{clusters or dataset}: every cluster must hold a row, one is empty")
-    return table, Pool(labels, table["distance"].to_numpy(), zero), k
+        raise UserError(f"{leaf}: every cluster must hold a row, one is empty")
+    return Pool(labels, distances, zero), k
+
+
+def _subset(ids: pl.Series, pool: Pool, chosen: np.ndarray, weights: np.ndarray) -> pl.DataFrame:
+    """Return the chosen rows as a table sorted by id."""
+    order = np.argsort(chosen)
+    rows = chosen[order]
+    label_S = pool.label_N[chosen]
+    # A cluster's rows stand in the order of choice, between those of other clusters or not.
+    by_cluster = np.argsort(label_S, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(label_S, minlength=len(weights)))[:-1]])
+    rank_S = np.empty(len(chosen), np.int64)
+    rank_S[by_cluster] = np.arange(len(chosen)) - starts[label_S[by_cluster]]
+    mask = np.zeros(len(ids), bool)
+    mask[rows] = True
+    label_S = label_S[order]
+    subset = pl.DataFrame(
+        {
+            "id": ids.filter(pl.Series(mask)),
+            "cluster": label_S,
+            "distance": pool.distance_N[rows],
+            "weight": weights[label_S],
+            "rank": rank_S[order],
+        },
+        schema_overrides={"weight": pl.Float64},
+    )
+    return subset if subset["id"].is_sorted() else subset.sort("id")
 
 
 def _check(chosen: np.ndarray, wanted: int, n: int, strategy: str) -> None:
     """Hold a strategy to its contract: exactly the budget, distinct rows, all in the pool."""
-    fits = len(chosen) == wanted and len(np.unique(chosen)) == wanted
-    if not fits or (wanted and not 0 <= chosen.min() <= chosen.max() < n):
+    fits = len(chosen) == wanted and (not wanted or 0 <= chosen.min() <= chosen.max() < n)
+    if not fits or np.bincount(chosen, minlength=1).max() > 1:
         raise UserError(
             f"strategy {strategy!r} must return {wanted} distinct rows below {n}, "
             f"got {len(np.unique(chosen))} distinct of {len(chosen)}; correct its file"
@@ -137,18 +179,64 @@ def _weights(strategy: Strategy, sizes: np.ndarray, selected: np.ndarray) -> np.
     return cluster_weights(sizes, selected)
 
 
-def write_rows(path: Path, subset: pl.DataFrame, dataset: Path) -> None:
-    """Write the selected rows in the source's own shape and order, one JSON object a line."""
-    records = read_table(dataset, "dataset.parquet", ["id", "source_row", "record"])
-    joined = subset.join(records, on="id", how="left").sort("source_row")
-    if joined["record"].null_count():
+def write_rows(path: Path, subset: pl.DataFrame, dataset: Path, *, scratch: Path) -> None:
+    """Write the selected rows in the source's own shape and order, one JSON object a line.
+
+    The data come sorted by id, the lines go out in the source's order. They pass through a file in
+    `scratch`, so that memory holds three integers a row and never the text of all rows.
+
+    Raises:
+        UserError: the data are damaged or lack a row of the subset.
+    """
+    source_rows: list[np.ndarray] = []
+    lengths: list[int] = []
+    lines = scratch / "lines.jsonl"
+    with lines.open("wb") as file:
+        for block in _selected(subset, dataset / "dataset.parquet"):
+            source_rows.append(block["source_row"].to_numpy())
+            for record, cluster, weight in block.select("record", "cluster", "weight").iter_rows():
+                line = _line(record, cluster, weight).encode()
+                lengths.append(len(line))
+                file.write(line)
+    if len(lengths) < len(subset):
         raise UserError(f"{dataset}: lacks rows of the clusters; both must come from one run")
-    with path.open("w", encoding="utf-8") as file:
-        for row in joined.select("record", "cluster", "weight").iter_rows():
-            record, added = json.loads(row[0]), {"cluster": row[1], "weight": row[2]}
-            clash = {k: f"cluster_sft_{k}" for k in added if k in record}
-            line = {**record, **{clash.get(k, k): v for k, v in added.items()}}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    order = np.argsort(np.concatenate(source_rows), kind="stable")
+    ends = np.cumsum(lengths)
+    with lines.open("rb") as file, path.open("wb") as target:
+        text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        for start, end in zip((ends - lengths)[order].tolist(), ends[order].tolist(), strict=True):
+            target.write(text[start:end])
+        text.close()
+    lines.unlink()
+
+
+def _selected(subset: pl.DataFrame, dataset: Path) -> Iterator[pl.DataFrame]:
+    """Yield the data's rows that are in the subset, a block at a time."""
+    columns = ["id", "source_row", "record"]
+    read_table(dataset.parent, dataset.name, columns[:2])  # checks the file
+    try:
+        for batch in pq.ParquetFile(dataset).iter_batches(BLOCK_ROWS, columns=columns):
+            block = pl.DataFrame(pl.from_arrow(batch))
+            # Both are sorted by id, so that a block meets a short piece of the subset.
+            low = subset["id"].search_sorted(block["id"].min(), side="left")
+            high = subset["id"].search_sorted(block["id"].max(), side="right")
+            yield block.join(subset[low:high], on="id", how="inner", maintain_order="left")
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{dataset}: damaged ({str(error).splitlines()[0][:120]}); delete the leaf and run it "
+            "again"
+        ) from error
+
+
+def _line(record: str, cluster: int, weight: float) -> str:
+    """Return a source row's JSON text with cluster and weight added under names not yet taken."""
+    added = {"cluster": cluster, "weight": weight}
+    if any(f'"{name}"' in record for name in added):
+        taken = json.loads(record)
+        added = {f"cluster_sft_{k}" if k in taken else k: v for k, v in added.items()}
+    # Spliced, not parsed and printed again, which would take six times as long.
+    head, tail = record.rstrip().removesuffix("}"), json.dumps(added)[1:]
+    return f"{head}, {tail}\n" if head.strip() != "{" else f"{head}{tail}\n"
 
 
 def _summary(

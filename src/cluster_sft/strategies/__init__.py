@@ -52,6 +52,8 @@ class Pool:
     def demote(self, rows: np.ndarray) -> np.ndarray:
         """Return `rows` in the same order, those without a direction last."""
         last = self.last_N[rows]
+        if not last.any():
+            return rows
         return np.concatenate([rows[~last], rows[last]])
 
     def shuffled(self, cluster: int, seed: int) -> np.ndarray:

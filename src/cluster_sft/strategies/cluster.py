@@ -22,7 +22,10 @@ def choose(pool: Pool, budget: Budget | None, trimmed: list[np.ndarray], rule: R
 
 def _keep(pool: Pool, budget: Budget, cluster: int, rows: np.ndarray, rule: Rule) -> np.ndarray:
     order = pool.shuffled(cluster, rule.seed)
-    order = order[np.isin(order, rows, assume_unique=True)]
+    if len(rows) < len(order):
+        left = np.zeros(len(pool.label_N), bool)
+        left[rows] = True
+        order = order[left[order]]
     if rule.ranking == "random":
         return order[: budget.m]
     if rule.downsample == "random":
