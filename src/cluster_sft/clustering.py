@@ -107,8 +107,7 @@ def constrained_kmeans(
 ) -> Clustering:
     """Cluster rows into K clusters of at most `capacity_of(N, K, alpha)` rows each.
 
-    The result depends on neither `threads` nor `block_rows`. Beside x, memory grows with N x K, not
-    with N x H.
+    `threads` and `block_rows` change no bit of it. Memory grows with N x K, not with N x H.
 
     Args:
         x: (N, H) float16 or float32, finite, in memory or memory-mapped; or a torch tensor, which
