@@ -30,6 +30,10 @@ from cluster_sft.errors import UserError
 JOB = "job.json"
 LOG = "workers.log"
 ERROR = "error.json"
+THREAD_VARIABLES = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+    *("NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "GOTO_NUM_THREADS"),
+)
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 10.0
 USER_ERROR_STATUS = 2
@@ -136,7 +140,7 @@ def accelerate_command(
 
 def worker_environment(*, processes: int, threads: int | None, use_gpu: bool) -> dict[str, str]:
     """Return the workers' environment: this one's, with threads divided and the device stated."""
-    total = threads or _available_threads()
+    each = str(max(1, (threads or _available_threads()) // processes))
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -146,7 +150,9 @@ def worker_environment(*, processes: int, threads: int | None, use_gpu: bool) ->
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join(path),
-        "OMP_NUM_THREADS": str(max(1, total // processes)),
+        # Snakemake sets all of them to the rule's threads. One that is left makes two processes of
+        # two threads share two cores, where OpenMP's waiting threads take most of the time.
+        **dict.fromkeys(THREAD_VARIABLES, each),
         "ACCELERATE_USE_CPU": str(not use_gpu).lower(),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
