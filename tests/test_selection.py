@@ -186,6 +186,14 @@ def test_selection_weights_are_the_clusters_shares_of_the_data(leaves, tmp_path)
     ]
 
 
+def test_selection_tells_the_share_of_displaced_rows(leaves, tmp_path):
+    frame = pl.DataFrame({"id": ["05", "04"]})
+    artifacts.write_table(leaves[1], "displaced.parquet", frame)
+    run(leaves, tmp_path / "out", downsample="strategy", ratio=0.5)  # keeps 05, 06, 07, 08
+    summary = artifacts.read_json(tmp_path / "out" / "summary.json")
+    assert summary["displaced_share"] == 0.25
+
+
 def test_selection_jsonl_is_the_sources_own_rows_in_its_order(leaves, tmp_path):
     run(leaves, tmp_path / "out", strategy="full")
     lines = [json.loads(x) for x in (tmp_path / "out" / "subset.jsonl").read_text().splitlines()]

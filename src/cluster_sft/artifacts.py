@@ -43,6 +43,7 @@ SAMPLES: dict[str, Any] = {
     "proxy_norm": pl.Float32,  # ||g(x)||
 }
 CLUSTERS: dict[str, Any] = {"id": pl.String, "cluster": pl.Int32, "distance": pl.Float32}
+DISPLACED: dict[str, Any] = {"id": pl.String}  # rows that the capacity kept out of their nearest
 SUBSET: dict[str, Any] = {
     "id": pl.String,
     "cluster": pl.Int32,
@@ -57,6 +58,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "dropped.parquet": DROPPED,
     "samples.parquet": SAMPLES,
     "clusters.parquet": CLUSTERS,
+    "displaced.parquet": DISPLACED,
     "subset.parquet": SUBSET,
 }
 MANIFEST = "manifest.json"

@@ -50,9 +50,11 @@ def _displaced_warnings(clusterings: Sequence[Clustering]) -> list[str]:
         span = f"{span} to {shares[-1]:.1%} in {len(displaced)} clusterings"
     counts = f"{show_count(displaced[0].displaced)} of {show_count(displaced[0].rows)} rows"
     rows = f"{counts} ({span})" if len(displaced) == 1 else f"rows ({span})"
+    taken = [c.displaced_share for c in displaced if c.displaced_share is not None]
+    share = f"; of the rows that `cluster` selected they make up {max(taken):.1%}" if taken else ""
     return [
         f"The capacity kept {rows} out of their nearest cluster. They lie far from their own "
-        "centroid, so peripheral ranking favours them."
+        f"centroid, so peripheral ranking favours them{share}."
     ]
 
 

@@ -57,7 +57,7 @@ class Clustering:
     n_iter: assignment steps on all rows.
     capacity: rows that a cluster could take at most.
     seed: of the k-means++ draws.
-    displaced: rows that are not in their nearest cluster because that one is full.
+    displaced_rows: int64, ascending: rows that are not in their nearest cluster because it is full.
     """
 
     labels: NDArray[np.int32]
@@ -69,7 +69,12 @@ class Clustering:
     n_iter: int
     capacity: int
     seed: int
-    displaced: int
+    displaced_rows: NDArray[np.int64]
+
+    @property
+    def displaced(self) -> int:
+        """Return how many rows the capacity kept out of their nearest cluster."""
+        return len(self.displaced_rows)
 
 
 def capacity_of(n_rows: int, k: int, alpha: float) -> int:
@@ -170,6 +175,7 @@ def run(
         {"id": samples["id"], "cluster": found.labels, "distance": found.distances}
     )
     artifacts.write_table(out, "clusters.parquet", frame)
+    artifacts.write_table(out, "displaced.parquet", frame[found.displaced_rows])
     np.save(out / "centroids.npy", found.centroids, allow_pickle=False)
     usage = params.k * int(found.sizes[-1]) / len(x)
     artifacts.write_json(out / artifacts.SUMMARY, _summary(found, params, usage=usage))
@@ -266,7 +272,7 @@ def _canonical(fit: Fit, *, capacity: int, seed: int) -> Clustering:
         n_iter=fit.n_iter,
         capacity=capacity,
         seed=seed,
-        displaced=int(np.count_nonzero(elsewhere)),
+        displaced_rows=np.flatnonzero(elsewhere),
     )
 
 

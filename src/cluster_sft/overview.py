@@ -36,6 +36,7 @@ class Clustering:
     displaced: int
     usage_at_r1: float
     selected: tuple[int, ...]  # empty where no point of strategy `cluster` used it
+    displaced_share: float | None = None  # of the rows that strategy `cluster` selected
 
     @property
     def k(self) -> int:
@@ -117,9 +118,16 @@ def clusterings(points: Sequence[Point]) -> list[Clustering]:
                 displaced=summary["displaced"],
                 usage_at_r1=summary["usage_at_r1"],
                 selected=tuple(selected),
+                displaced_share=_displaced_share(users),
             )
         )
     return found
+
+
+def _displaced_share(users: Sequence[Point]) -> float | None:
+    """Return the share of displaced rows in the first subset of strategy `cluster`, if it is known."""
+    leaf = users[0].select if users else None
+    return read_json(leaf / SUMMARY).get("displaced_share") if leaf else None
 
 
 def _cluster_title(summary: Mapping[str, Any], point: Point) -> str:

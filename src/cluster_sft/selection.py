@@ -113,7 +113,9 @@ def select(
     weights = _weights(strategy, sizes, selected)
     subset = _subset(read_table(leaf, name, ["id"])["id"], pool, chosen, np.nan_to_num(weights))
     write_table(out, "subset.parquet", subset)
-    write_json(out / SUMMARY, _summary(params, sizes, selected, weights, subset, budget))
+    summary = _summary(params, sizes, selected, weights, subset, budget)
+    summary["displaced_share"] = _displaced_share(subset, clusters)
+    write_json(out / SUMMARY, summary)
     return subset
 
 
@@ -177,6 +179,17 @@ def _weights(strategy: Strategy, sizes: np.ndarray, selected: np.ndarray) -> np.
     if strategy.weights == "none":
         return np.ones(len(sizes))
     return cluster_weights(sizes, selected)
+
+
+def _displaced_share(subset: pl.DataFrame, clusters: Path | None) -> float | None:
+    """Return the share of the selected rows that the capacity kept out of their nearest cluster.
+
+    They lie far from their own centroid, so a peripheral ranking favours them.
+    """
+    if clusters is None or not (clusters / "displaced.parquet").is_file():
+        return None
+    displaced = read_table(clusters, "displaced.parquet")
+    return subset.join(displaced, on="id", how="semi").height / max(subset.height, 1)
 
 
 def write_rows(path: Path, subset: pl.DataFrame, dataset: Path, *, scratch: Path) -> None:
