@@ -1,12 +1,15 @@
 # make demo   everything, end to end, on a laptop; then names the report
 # make test   the test suite
+# make bench  every speed and memory claim beside its peers (an hour); BENCH=clustering for one of them
 # make install the environment alone, in .venv (PYTHON=python3.11 make install selects the interpreter)
 PYTHON ?= python3
 CORES ?= all
+BENCH ?= all
+PEERS := benchmarks/out/peers-venv
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test install check
+.PHONY: demo test bench install check
 
 demo: install
 	snakemake --cores $(CORES)
@@ -14,6 +17,15 @@ demo: install
 
 test: install
 	python -m pytest
+
+bench: install $(PEERS)/installed
+	python -m benchmarks $(BENCH)
+
+# What users could take instead, in a venv of its own: its packages exclude some of ours.
+$(PEERS)/installed: benchmarks/peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --requirement benchmarks/peers.txt
+	touch $@
 
 install: .venv/installed
 
