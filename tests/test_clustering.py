@@ -275,12 +275,12 @@ def test_wrong_argument_is_one_line(change, words):
     assert "\n" not in str(caught.value)
 
 
-def _embed_leaf(leaf, x):
+def _embed_leaf(leaf, x, norms=1.0):
     leaf.mkdir()
     np.save(leaf / "embeddings.npy", x)
     n = len(x)
     frame = pl.DataFrame({"id": [f"row{i:04d}" for i in range(n)]}).with_columns(
-        n_tokens=pl.lit(1), nll=pl.lit(1.0), proxy_norm=pl.lit(1.0)
+        n_tokens=pl.lit(1), nll=pl.lit(1.0), proxy_norm=pl.lit(norms)
     )
     artifacts.write_table(leaf, "samples.parquet", frame)
     return leaf
@@ -313,6 +313,30 @@ def test_stage_writes_clusters_in_the_order_of_the_embeddings(tmp_path, capsys):
     assert summary["usage_at_r1"] == 4 * expected.sizes[-1] / 240
     assert (summary["k"], summary["n"], summary["capacity"]) == (4, 240, 90)
     assert "warning" not in capsys.readouterr().err
+
+
+def test_stage_tells_selection_which_rows_have_no_direction(tmp_path):
+    """Where rows agree a zero row is the farthest; peripheral selection keeps it last all the same."""
+    from cluster_sft import selection
+    from cluster_sft.params import SelectParams
+
+    x = np.float16([1, 0, 0]) + np.linspace(-0.1, 0.1, 40, dtype=np.float16)[:, None]
+    x[7] = 0
+    norms = np.where(np.arange(40) == 7, 0.0, 1.0)
+    embed = _embed_leaf(tmp_path / "embed", x, pl.Series(norms))
+    given = {"out": tmp_path / "out", "scratch": tmp_path, "launch": Launch()}
+    given["out"].mkdir()
+    clustering.run(ClusterParams(k=1, alpha=1.0), embeddings=embed, **given)
+    found = artifacts.read_table(given["out"], "clusters.parquet")
+    assert found["distance"].arg_max() == 7
+    (tmp_path / "chosen").mkdir()
+    subset = selection.select(
+        SelectParams(ratio=0.975, downsample="strategy"),
+        dataset=tmp_path,
+        clusters=given["out"],
+        out=tmp_path / "chosen",
+    )
+    assert set(found["id"]) - set(subset["id"]) == {"row0007"}
 
 
 def test_stage_small_smallest_cluster_warns(tmp_path, capsys):

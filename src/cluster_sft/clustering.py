@@ -178,7 +178,10 @@ def run(
     artifacts.write_table(out, "displaced.parquet", frame[found.displaced_rows])
     np.save(out / "centroids.npy", found.centroids, allow_pickle=False)
     usage = params.k * int(found.sizes[-1]) / len(x)
-    artifacts.write_json(out / artifacts.SUMMARY, _summary(found, params, usage=usage))
+    # Rows without a direction, which selection keeps only when nothing else is left.
+    zero = samples.filter(pl.col("proxy_norm") == 0)["id"].to_list()
+    summary = {**_summary(found, params, usage=usage), "zero_rows": zero}
+    artifacts.write_json(out / artifacts.SUMMARY, summary)
     if usage < LOW_USAGE:
         print(
             f"warning: the smallest of {params.k} clusters holds {found.sizes[-1]} of "
