@@ -117,8 +117,8 @@ def _clustering(result: Result) -> Iterator[str]:
         f"{first['n']:,} rows of float16 in memory; *mixture* is {first['width']:,} wide: 24 parts "
         "on the sphere, 60 % in one, the others by Zipf's law; *embeddings* are rows of a real run "
         "tiled with noise. All arms start from the same centres and make the same number of "
-        "iterations; peers get float32, as they ask for. *no capacity* compares what scikit-learn and faiss "
-        "compute. Seconds an iteration include all that is read before and after.\n"
+        "iterations; peers get float32, as they ask for. *no capacity* compares what scikit-learn "
+        "and faiss compute. Seconds an iteration include all that is read before and after.\n"
     )
     rows = []
     for c in result["iterations"]:
