@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,17 +156,58 @@ def test_stage_of_its_own_leaves_nothing_beside_out():
     assert os.listdir("sub") == ["out"]
 
 
-def test_live_process_making_the_same_result_is_named():
-    scratch = Path("work") / ("a" * 64)
-    scratch.mkdir(parents=True)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        (scratch / "holder").write_text(f"{os.uname().nodename} {child.pid}")
-        with pytest.raises(UserError, match=f"process {child.pid} is making this very result"):
-            store.make(node(), forbidden)
-    finally:
-        child.communicate(b"\n")
+HOLD = (
+    "import sys\nfrom pathlib import Path\nfrom cluster_sft.claims import claimed\n"
+    "with claimed(Path(sys.argv[1])) as scratch:\n"
+    "    (scratch / 'checkpoint').write_text('7')\n    print('held', flush=True)\n    input()\n"
+)
+
+
+@contextmanager
+def held(scratch):
+    """Another process that holds a scratch folder, until it is killed."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(store.__file__).parents[1])}
+    command = [sys.executable, "-c", HOLD, str(scratch)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as child:
+        try:
+            assert child.stdout.readline() == "held\n"
+            yield child.pid
+        finally:
+            child.kill()
+
+
+def test_live_process_making_the_same_result_is_named_and_a_killed_one_is_not_waited_for():
+    with (
+        held(Path("work") / ("a" * 64)) as pid,
+        pytest.raises(UserError, match=f"process {pid} on .* is making this very result"),
+    ):
+        store.make(node(), forbidden)
     assert store.make(node(), writer("1")) == "computed"
+
+
+def test_result_that_another_process_finished_meanwhile_is_reused(monkeypatch):
+    plain = store.claimed
+
+    @contextmanager
+    def slow(scratch):
+        monkeypatch.setattr(store, "claimed", plain)
+        store.make(node(), writer("theirs"))
+        with plain(scratch) as held:
+            yield held
+
+    monkeypatch.setattr(store, "claimed", slow)
+    assert store.make(node(), forbidden) == "reused"
+    assert read() == "theirs" and not Path("work/kept").exists()
+
+
+def test_failed_stage_of_its_own_leaves_nothing_beside_out():
+    def failing(made, out, scratch):
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        store.make(node(leaf="sub/out"), failing, workspace=False)
+    assert os.listdir("sub") == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a tiny tmpfs needs root")

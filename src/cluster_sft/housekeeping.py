@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_sft import plan
+from cluster_sft.claims import is_claimed
 from cluster_sft.params import typed
 from cluster_sft.stages import ROOT
 from cluster_sft.store import KEPT, WORK, leaf_key, leaves, say, size_of
@@ -57,10 +58,9 @@ def _surplus(raw: Mapping[str, Any], wanted: set[str]) -> list[tuple[str, Path]]
     """Return what params.yaml does not ask for: (orphan, kept or scratch; folder)."""
     results = Path(ROOT, typed(raw).name)
     found = [("orphan", leaf) for leaf in leaves(results) if str(leaf) not in wanted]
-    found += [("scratch", p) for p in sorted((results / ".partial").glob("*"))]
     found += [("kept", p) for p in sorted(KEPT.glob("*"))]
-    running = [p for p in sorted(WORK.glob("*")) if len(p.name) == 64]
-    return found + [("scratch", p) for p in running if not (p / "holder").exists()]
+    scratch = [*(results / ".partial").glob("*"), *(p for p in WORK.glob("*") if len(p.name) == 64)]
+    return found + [("scratch", p) for p in sorted(scratch) if not is_claimed(WORK / p.name)]
 
 
 def _human(size: int) -> str:

@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_sft.artifacts import MANIFEST, read_json, write_json
+from cluster_sft.claims import claimed
 from cluster_sft.digests import digest, file_digest
 from cluster_sft.errors import UserError
 from cluster_sft.nodes import CACHE, Node, content_digest, stamp_name
@@ -56,22 +56,32 @@ def make(node: Node, compute: Compute, *, workspace: bool = True) -> str:
         )
     partial = _partial(leaf, node.key)
     home = WORK / node.key if workspace else partial.with_suffix(".scratch")
-    with _claimed(home) as scratch, _disk_errors(leaf):
-        if not _restore(node, leaf, partial, inputs, workspace):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            try:
-                compute(node, partial, scratch)
-                _seal(node, partial, inputs)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-            outcome = "computed"
-        else:
+    with claimed(home) as scratch, _disk_errors(leaf):
+        if is_whole(leaf, node.key, inputs):  # made by another process since the look above
+            outcome = "reused"
+        elif _restore(node, leaf, partial, inputs, workspace):
             outcome = "restored"
-        _swap_in(partial, leaf)
+            _swap_in(partial, leaf)
+        else:
+            outcome = "computed"
+            _compute(node, compute, partial, scratch, inputs)
+            _swap_in(partial, leaf)
         shutil.rmtree(scratch, ignore_errors=True)
     return outcome
+
+
+def _compute(
+    node: Node, compute: Compute, partial: Path, scratch: Path, inputs: dict[str, str]
+) -> None:
+    """Compute the payload into `partial` and seal it; nothing is left of it if that fails."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        compute(node, partial, scratch)
+        _seal(node, partial, inputs)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def input_digest(node: Node, role: str = "input") -> str:
@@ -230,39 +240,6 @@ def _swap_in(partial: Path, leaf: Path) -> None:
     partial.rename(leaf)
     if partial.parent.name == ".partial" and not any(partial.parent.iterdir()):
         partial.parent.rmdir()
-
-
-@contextmanager
-def _claimed(scratch: Path) -> Iterator[Path]:
-    """Hold `work/<key>/` for this process; a dead holder on this host is replaced.
-
-    Raises:
-        UserError: another live process on this host makes the same result.
-    """
-    scratch.mkdir(parents=True, exist_ok=True)
-    holder = scratch / "holder"
-    me = f"{socket.gethostname()} {os.getpid()}"
-    if holder.exists():
-        host, _, pid = holder.read_text().partition(" ")
-        if host == socket.gethostname() and pid.isdigit() and _alive(int(pid)):
-            raise UserError(
-                f"{scratch}: process {pid} is making this very result; wait for it or end it"
-            )
-    holder.write_text(me)
-    try:
-        yield scratch
-    finally:
-        holder.unlink(missing_ok=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid != os.getpid()
 
 
 @contextmanager
