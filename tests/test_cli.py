@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from engines import rows
 
 from cluster_sft.cli import main
+from engines import rows
 
 
 @pytest.fixture

@@ -316,7 +316,7 @@ def test_stage_writes_clusters_in_the_order_of_the_embeddings(tmp_path, capsys):
 
 
 def test_stage_tells_selection_which_rows_have_no_direction(tmp_path):
-    """Where rows agree a zero row is the farthest; peripheral selection keeps it last all the same."""
+    """Where rows agree a zero row is the farthest; selection keeps it last all the same."""
     from cluster_sft import selection
     from cluster_sft.params import SelectParams
 

@@ -9,12 +9,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from engines import ROOT, Project
 
 from cluster_sft import plan, strategies, suites
 from cluster_sft.digests import PACKAGE, REGISTRIES, closure
 from cluster_sft.params import load
 from cluster_sft.stages import STAGES
+from engines import ROOT, Project
 
 CHAIN = ["prepare", "embed", "cluster", "select", "train", "evaluate", "report"]
 WHOLE = Counter(
@@ -80,7 +80,7 @@ def test_engines_edit_of_a_key_plans_exactly_what_is_downstream(project):
         (project.root / "params.yaml").write_text(original)
     wanted = {key: downstream(stage) for key, _, stage in EDITS}
     assert planned == wanted
-    # DVC names the stages whose own parameters or paths changed; the rest follows from their outputs.
+    # DVC names the stages whose own parameters or paths changed; the rest follows from outputs.
     assert {k: first(v) for k, v in stale.items()} == {k: stage for k, _, stage in EDITS}
     assert [k for k, v in stale.items() if not v <= wanted[k]] == []
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from cluster_sft.errors import UserError
-from cluster_sft.launching import launch, worker_environment
+from cluster_sft.launching import THREAD_VARIABLES, launch, worker_environment
 
 PROGRAM = """
     import os, time, torch
@@ -107,7 +107,7 @@ def test_environment_around_does_not_describe_the_workers(monkeypatch):
     assert not {"WORLD_SIZE", "PMI_SIZE", "ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} & set(
         environment
     )
-    assert {environment[name] for name in launching.THREAD_VARIABLES} == {"4"}
+    assert {environment[name] for name in THREAD_VARIABLES} == {"4"}
     assert json.loads(environment["ACCELERATE_USE_CPU"]) is True
 
 

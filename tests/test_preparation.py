@@ -153,7 +153,7 @@ def test_run_max_length_defaults_to_the_models(prepare):
 
 
 def test_run_max_length_above_the_models_context_is_refused(prepare):
-    with pytest.raises(UserError, match=r"model\.max_length must be at most .* 512 tokens, got 513"):
+    with pytest.raises(UserError, match=r"max_length must be at most .* 512 tokens, got 513"):
         prepare(ROWS, max_length=513)
 
 

@@ -137,7 +137,7 @@ def test_unknown_strategy_is_one_line_with_the_nearest_name():
 
 @pytest.fixture
 def leaves(tmp_path):
-    """A dataset leaf of 10 rows and a clusters leaf over it: 6 rows in cluster 0, 4 in cluster 1."""
+    """A dataset leaf of 10 rows, and a clusters leaf: 6 rows in cluster 0, 4 in cluster 1."""
     dataset, clusters = tmp_path / "prepare", tmp_path / "cluster"
     dataset.mkdir()
     clusters.mkdir()

@@ -104,7 +104,8 @@ def read_table(leaf: Path, name: str, columns: list[str] | None = None) -> pl.Da
     # Polars panics, beside raising its own errors, on some damaged files.
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise UserError(
-            f"{path}: damaged ({str(error).splitlines()[0][:120]}); delete the leaf and run it again"
+            f"{path}: damaged ({str(error).splitlines()[0][:120]}); delete the leaf and run it "
+            "again"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Claims: of two processes that would make the same result, only one works in its scratch folder."""
+"""Claims: of processes that would make the same result, one works in its scratch folder."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _add_stage(command: argparse.ArgumentParser, stage: str) -> None:
         )
         command.add_argument("--model", required=True, help="name, or directory of a trained model")
     for name, field in STAGES[stage].params.model_fields.items():
-        if stage == "evaluate" and name == "model" or stage == "train" and name == "strategy":
+        if (stage, name) in (("evaluate", "model"), ("train", "strategy")):
             continue
         default = None if field.is_required() else field.default
         shown = "required" if field.is_required() else f"default: {default}"

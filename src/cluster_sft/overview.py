@@ -125,7 +125,7 @@ def clusterings(points: Sequence[Point]) -> list[Clustering]:
 
 
 def _displaced_share(users: Sequence[Point]) -> float | None:
-    """Return the share of displaced rows in the first subset of strategy `cluster`, if it is known."""
+    """Return the share of displaced rows in the first subset of strategy `cluster`, if known."""
     leaf = users[0].select if users else None
     return read_json(leaf / SUMMARY).get("displaced_share") if leaf else None
 

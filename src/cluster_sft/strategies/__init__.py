@@ -24,11 +24,19 @@ class Rule(Protocol):
     """The part of `select:` that a strategy may read."""
 
     @property
-    def ranking(self) -> str: ...
+    def ranking(self) -> str:
+        """Return peripheral, core or random."""
+        ...
+
     @property
-    def downsample(self) -> str: ...
+    def downsample(self) -> str:
+        """Return random or strategy."""
+        ...
+
     @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """Return the seed of the random draws."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,8 @@ class Strategy:
 
     Attributes:
         choose: (pool, budget, trimmed, rule) -> rows int64, distinct, best first; `trimmed[c]` are
-            the rows of cluster c that `select.trim` leaves. `budget` is None if clusters are ignored.
+            the rows of cluster c that `select.trim` leaves. `budget` is None if clusters are
+            ignored.
         batches: how its rows are cut into steps when `train.batches` is `auto`.
         weights: how its rows are weighted when `train.weights` is `auto`.
         ignores: parameters that cannot change its rows: `cluster` for the whole clustering, or
