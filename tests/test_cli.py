@@ -106,6 +106,19 @@ def error(capsys, *arguments: object) -> str:
             ("prepare", "--source", "none.jsonl", "--model", "m", "--out", "o"),
             "none.jsonl: no such file",
         ),
+        (
+            ("prepare", "--source", "r", "--model", "m", "--max-length", "long", "--out", "o"),
+            "--max-length: .*valid integer.*got 'long'",
+        ),
+        (
+            ("cluster", "--embeddings", "n", "--k", "[", "--out", "o"),
+            r"--k: must be a YAML value, got '\['",
+        ),
+        (
+            ("train", "--subset", "s", "--dataset", "d", "--model", "m", "--out", "o")
+            + ("--workers", "3", "--global-batch-size", "4"),
+            r"cluster-sft: global_batch_size must be a multiple of workers \(3\), got 4",
+        ),
         (("nonsense",), "invalid choice: 'nonsense'"),
         (("run", "results/x/embed"), "params.yaml: no such file"),
     ],

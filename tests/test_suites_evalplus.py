@@ -215,12 +215,11 @@ def test_download_goes_to_scratch_and_an_override_is_not_followed(tmp_path, monk
     assert found == cached
 
 
-def test_problem_file_outside_the_folder_is_named_for_the_cache_key(tmp_path, monkeypatch):
-    monkeypatch.setattr(suites, "SUITES", tmp_path)
+def test_problem_file_outside_the_folder_is_named_for_the_cache_key(tmp_path):
     for name, path in (("inside", "p.jsonl"), ("outside", "/data/p.jsonl"), ("up", "../p.jsonl")):
         (tmp_path / name).mkdir()
         text = f"kind: evalplus\ndataset: humaneval\nproblems: {path}\n"
         (tmp_path / name / "suite.yaml").write_text(text)
-    assert suites.outside_files("inside") == []
-    assert suites.outside_files("outside") == [Path("/data/p.jsonl")]
-    assert suites.outside_files("up") == [tmp_path / "up" / "../p.jsonl"]
+    assert suites.outside_files(tmp_path / "inside") == []
+    assert suites.outside_files(tmp_path / "outside") == [Path("/data/p.jsonl")]
+    assert suites.outside_files(tmp_path / "up") == [tmp_path / "up" / "../p.jsonl"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster_sft import suites
 from cluster_sft.errors import UserError
 from cluster_sft.suites import Evaluation, Rule, lm_eval
 
@@ -162,3 +163,9 @@ def test_missing_task_folder_and_broken_task_file_are_errors(suite, tmp_path):
     (suite / "tasks/first.yaml").write_text("a: [")
     with pytest.raises(UserError, match=r"first\.yaml: cannot be read as YAML"):
         lm_eval.copy_tasks(suite / "tasks", tmp_path / "copy", cache=tmp_path)
+
+
+def test_tasks_outside_the_suites_folder_count_in_its_key(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/suite.yaml").write_text("{kind: lm_eval, tasks: [t], include: ../shared}")
+    assert suites.outside_files(tmp_path / "mine") == [tmp_path / "mine/../shared"]

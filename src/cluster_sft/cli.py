@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from cluster_sft import housekeeping, plan, store, suites
 from cluster_sft.computing import compute_with
@@ -193,6 +194,7 @@ def _stage(arguments: argparse.Namespace) -> None:
         params = resolve_training(params, str(inputs["subset"].identity.get("strategy")))
     if stage == "evaluate":
         modules.append(f"suites.{suites.read(files['suite'])['kind']}")
+        files |= {f"suite:{path}": path for path in suites.outside_files(files["suite"])}
         params, trained = _evaluated(params, arguments.model)
         inputs |= trained
     model = getattr(params, "model", None)
@@ -243,7 +245,10 @@ def _parse(model: type[T], values: Mapping[str, Any]) -> T:
     try:
         return model.model_validate(parsed)
     except ValidationError as error:
-        raise UserError(f"--{describe(error, model)}") from error
+        told = describe(error, model)
+        name = told.partition(":")[0]
+        known = name in model.model_fields
+        raise UserError(_flag(name) + told.removeprefix(name) if known else told) from error
 
 
 def _value(name: str, text: str) -> Any:
@@ -251,5 +256,7 @@ def _value(name: str, text: str) -> Any:
     if name == "fields":
         pairs = [p.partition("=") for p in text.split(",") if p]
         return {key: value for key, _, value in pairs}
-
-    return YAML(typ="safe", pure=True).load(text)
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise UserError(f"{_flag(name)}: must be a YAML value, got {text!r}") from error

@@ -93,7 +93,7 @@ class Planner:
             dropped |= set(strategies.get(strategy).ignores)
         if stage == "evaluate":
             files["suite"] = suites.folder(suite)
-            files |= {f"suite:{path}": path for path in suites.outside_files(suite)}
+            files |= {f"suite:{path}": path for path in suites.outside_files(files["suite"])}
             kind = suites.kind(suite)
             modules.append(f"suites.{kind}")
             dropped |= set(EvaluateRule.model_fields) - set(suites.keys(kind))
@@ -161,8 +161,9 @@ class Planner:
         return "/".join([ROOT, token(self.params.name), stage, *parts])
 
 
-def resolve_training(params: TrainParams, strategy: str) -> TrainParams:
+def resolve_training(params: Section, strategy: str) -> TrainParams:
     """Return training's parameters with `auto` replaced by the strategy's preset."""
+    assert isinstance(params, TrainParams)
     preset = strategies.get(strategy)
     auto = {n: getattr(preset, n) for n in ("weights", "batches") if getattr(params, n) == "auto"}
     return params.model_copy(update={**auto, "strategy": strategy})

@@ -41,7 +41,6 @@ def _token(value: str) -> str:
 Token = Annotated[str, AfterValidator(_token)]
 Dtype = Literal["fp32", "bf16"]
 Ranking = Literal["peripheral", "core", "random"]
-Finite = Field(allow_inf_nan=False)
 
 
 class Section(BaseModel):
@@ -317,7 +316,7 @@ def describe(error: ValidationError, model: type[BaseModel]) -> str:
         )
     )
     if first["type"] == "value_error" and isinstance(first["input"], dict):
-        return f"{key}: {rule}"
+        return f"{key}: {rule}" if key else rule
     return f"{key}: {rule}, got {first['input']!r}"
 
 

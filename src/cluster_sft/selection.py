@@ -231,8 +231,8 @@ def _selected(subset: pl.DataFrame, dataset: Path) -> Iterator[pl.DataFrame]:
         for batch in pq.ParquetFile(dataset).iter_batches(BLOCK_ROWS, columns=columns):
             block = pl.DataFrame(pl.from_arrow(batch))
             # Both are sorted by id, so that a block meets a short piece of the subset.
-            low = subset["id"].search_sorted(block["id"].min(), side="left")
-            high = subset["id"].search_sorted(block["id"].max(), side="right")
+            low = subset["id"].search_sorted(str(block["id"].min()), side="left")
+            high = subset["id"].search_sorted(str(block["id"].max()), side="right")
             yield block.join(subset[low:high], on="id", how="inner", maintain_order="left")
     except (pa.ArrowException, OSError) as error:
         raise UserError(

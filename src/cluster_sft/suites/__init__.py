@@ -191,12 +191,11 @@ def keys(kind_name: str) -> tuple[str, ...]:
     return get(kind_name).keys
 
 
-def outside_files(name: str) -> list[Path]:
-    """Return what the suite called `name` reads outside its folder; it may not exist."""
-    home = folder(name)
-    spec = read(home)
-    paths = [home / path for path in get(spec["kind"]).files(spec)]
-    return [path for path in paths if not path.resolve().is_relative_to(home.resolve())]
+def outside_files(suite: Path) -> list[Path]:
+    """Return what the suite in a folder reads outside it; it may not exist."""
+    spec = read(suite)
+    paths = [suite / path for path in get(spec["kind"]).files(spec)]
+    return [path for path in paths if not path.resolve().is_relative_to(suite.resolve())]
 
 
 def _nearest(name: object, known: Iterable[str]) -> str:

@@ -239,4 +239,5 @@ KIND = Kind(
         "apply_chat_template": bool,
     },
     required=("tasks",),
+    files=lambda spec: [spec["include"]] if "include" in spec else [],
 )
