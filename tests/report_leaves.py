@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from cluster_sft.artifacts import write_json, write_table
-from cluster_sft.points import Point, Value
+from cluster_sft.report.points import Point, Value
 
 SIZES = (429, 346, 282, 143)
 HELDOUT = 200

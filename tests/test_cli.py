@@ -115,8 +115,10 @@ def error(capsys, *arguments: object) -> str:
             r"--k: must be a YAML value, got '\['",
         ),
         (
-            ("train", "--subset", "s", "--dataset", "d", "--model", "m", "--out", "o")
-            + ("--workers", "3", "--global-batch-size", "4"),
+            (
+                *("train", "--subset", "s", "--dataset", "d", "--model", "m", "--out", "o"),
+                *("--workers", "3", "--global-batch-size", "4"),
+            ),
             r"cluster-sft: global_batch_size must be a multiple of workers \(3\), got 4",
         ),
         (("nonsense",), "invalid choice: 'nonsense'"),

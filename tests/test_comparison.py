@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster_sft import caveats, comparison, headline, overview, tables
-from cluster_sft.points import METRICS
-from cluster_sft.results import collect
+from cluster_sft.report import caveats, comparison, headline, overview, tables
+from cluster_sft.report.points import METRICS
+from cluster_sft.report.results import collect
 from report_leaves import Workspace
 
 NLL, BASE_PASS, _, ACCURACY = METRICS

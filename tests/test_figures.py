@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster_sft import drawing, figures, overview
-from cluster_sft.html import inline
-from cluster_sft.results import collect
+from cluster_sft.report import drawing, figures, overview
+from cluster_sft.report.html import inline
+from cluster_sft.report.results import collect
 from report_leaves import Workspace
 
 SVG = "{http://www.w3.org/2000/svg}"

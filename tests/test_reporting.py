@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from cluster_sft import overview, reporting
+from cluster_sft import reporting
 from cluster_sft.errors import UserError
-from cluster_sft.html import Title
-from cluster_sft.points import CONTRACT, METRICS, Point
-from cluster_sft.results import collect
+from cluster_sft.report import overview
+from cluster_sft.report.html import Title
+from cluster_sft.report.points import CONTRACT, METRICS, Point
+from cluster_sft.report.results import collect
 from report_leaves import Workspace
 
 NLL, BASE_PASS, _, ACCURACY = METRICS

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import polars as pl
 
-from cluster_sft import caveats, figures, headline, html, overview, tables
 from cluster_sft.artifacts import SUMMARY, read_json, write_json
-from cluster_sft.html import Title
-from cluster_sft.labels import label
-from cluster_sft.points import METRICS, Group, Metric, Point, setting, varying
-from cluster_sft.results import Results, collect
+from cluster_sft.report import caveats, figures, headline, html, overview, tables
+from cluster_sft.report.html import Title
+from cluster_sft.report.labels import label
+from cluster_sft.report.points import METRICS, Group, Metric, Point, setting, varying
+from cluster_sft.report.results import Results, collect
 
 if TYPE_CHECKING:
     from cluster_sft.params import Launch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster_sft.comparison import REFERENCES, Difference, against, best
-from cluster_sft.labels import (
+from cluster_sft.report.comparison import REFERENCES, Difference, against, best
+from cluster_sft.report.labels import (
     axis_name,
     label,
     show,
@@ -14,8 +14,8 @@ from cluster_sft.labels import (
     show_duration,
     show_estimate,
 )
-from cluster_sft.points import METRICS, Group, Metric, setting, varying
-from cluster_sft.results import Results
+from cluster_sft.report.points import METRICS, Group, Metric, setting, varying
+from cluster_sft.report.results import Results
 
 NONE = "\u2013"
 SIGNS = {"better": "\u25b2", "worse": "\u25bc", "within error": "\u2248", "error unknown": "?"}

@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster_sft import caveats, drawing, headline, overview, tables
-from cluster_sft.comparison import REFERENCES, against
-from cluster_sft.figures import MAX_PANELS
-from cluster_sft.overview import Clustering
-from cluster_sft.page import PAGE, STYLE
-from cluster_sft.points import METRICS, varying
-from cluster_sft.results import Results
+from cluster_sft.report import caveats, drawing, headline, overview, tables
+from cluster_sft.report.comparison import REFERENCES, against
+from cluster_sft.report.figures import MAX_PANELS
+from cluster_sft.report.overview import Clustering
+from cluster_sft.report.page import PAGE, STYLE
+from cluster_sft.report.points import METRICS, varying
+from cluster_sft.report.results import Results
 
 NAMES = {
     drawing.INK: "ink",

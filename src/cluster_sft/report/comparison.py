@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster_sft.pairing import paired_error
-from cluster_sft.points import METRICS, Estimate, Group, Metric, setting, varying
-from cluster_sft.results import Results
+from cluster_sft.report.pairing import paired_error
+from cluster_sft.report.points import METRICS, Estimate, Group, Metric, setting, varying
+from cluster_sft.report.results import Results
 
 Z = 1.959963984540054  # two-sided 95 % of a normal distribution
 REFERENCES = ("base", "full")  # outside the budget: shown, never ranked

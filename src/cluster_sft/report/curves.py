@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import polars as pl
 
-from cluster_sft import drawing
-from cluster_sft.labels import label
-from cluster_sft.points import Group, varying
-from cluster_sft.results import Results
+from cluster_sft.report import drawing
+from cluster_sft.report.labels import label
+from cluster_sft.report.points import Group, varying
+from cluster_sft.report.results import Results
 
 FEW_CURVES = 3  # loss curves that still get their range over seeds and their single steps
 ENDS_LABELLED = 10  # loss curves that still get a label each

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster_sft.artifacts import MANIFEST, SUMMARY, read_json, read_table
-from cluster_sft.labels import axis_name, label
-from cluster_sft.points import Point, varying
-from cluster_sft.results import Results, selected_sizes
+from cluster_sft.report.labels import axis_name, label
+from cluster_sft.report.points import Point, varying
+from cluster_sft.report.results import Results, selected_sizes
 
 REASONS = {"max_samples": "beyond max_samples"}
 MAX_SUBSETS = 12  # bars; more are left to the table

@@ -8,10 +8,10 @@ from typing import Any
 import polars as pl
 
 from cluster_sft.artifacts import SUMMARY, read_json
-from cluster_sft.labels import label, show_count
-from cluster_sft.overview import Clustering, manifest_of
-from cluster_sft.points import Point, varying
-from cluster_sft.results import Results
+from cluster_sft.report.labels import label, show_count
+from cluster_sft.report.overview import Clustering, manifest_of
+from cluster_sft.report.points import Point, varying
+from cluster_sft.report.results import Results
 
 LOW_USAGE = 0.25  # share of the data that balanced selection can use at r = 1
 TOKEN_GAP = 0.20  # share by which tokens may differ under equal rows

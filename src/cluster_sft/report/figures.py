@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster_sft import curves, drawing, studies
-from cluster_sft.comparison import interval
-from cluster_sft.drawing import INK, LIMIT, MUTED, SURFACE, thousands
-from cluster_sft.labels import label, show
-from cluster_sft.overview import Clustering, Step
-from cluster_sft.points import METRICS, Group, Metric, varying
-from cluster_sft.results import Results
+from cluster_sft.report import curves, drawing, studies
+from cluster_sft.report.comparison import interval
+from cluster_sft.report.drawing import INK, LIMIT, MUTED, SURFACE, thousands
+from cluster_sft.report.labels import label, show
+from cluster_sft.report.overview import Clustering, Step
+from cluster_sft.report.points import METRICS, Group, Metric, varying
+from cluster_sft.report.results import Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

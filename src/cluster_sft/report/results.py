@@ -12,8 +12,8 @@ import polars as pl
 
 from cluster_sft.artifacts import SUMMARY, read_json, read_table
 from cluster_sft.errors import UserError
-from cluster_sft.pairing import Items, read_items
-from cluster_sft.points import CONTRACT, COSTS, METRICS, Estimate, Group, Metric, Point
+from cluster_sft.report.pairing import Items, read_items
+from cluster_sft.report.points import CONTRACT, COSTS, METRICS, Estimate, Group, Metric, Point
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster_sft.points import Estimate, Group, Metric, setting
+from cluster_sft.report.points import Estimate, Group, Metric, setting
 
 AXES = {  # axis: (short name in labels, title on an axis)
     "ratio": ("r", "Selection ratio r"),

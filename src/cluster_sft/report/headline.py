@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster_sft.comparison import Difference, against
-from cluster_sft.labels import axis_name, show, show_count
-from cluster_sft.points import METRICS, Metric, setting, varying
-from cluster_sft.results import Results
-from cluster_sft.tables import metrics_of
+from cluster_sft.report.comparison import Difference, against
+from cluster_sft.report.labels import axis_name, show, show_count
+from cluster_sft.report.points import METRICS, Metric, setting, varying
+from cluster_sft.report.results import Results
+from cluster_sft.report.tables import metrics_of
 
 SUBJECT, CONTROL = "cluster", "random"
 

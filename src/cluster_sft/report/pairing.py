@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from cluster_sft.points import METRICS, Group, Metric, Point
+from cluster_sft.report.points import METRICS, Group, Metric, Point
 
 SAMPLES = "samples.jsonl"
 ITEMS = {"id": pl.String, "weight": pl.Float64, "total": pl.Float64}

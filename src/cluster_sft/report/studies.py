@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster_sft import drawing
-from cluster_sft.labels import axis_title, settings_text
-from cluster_sft.points import METRICS, Estimate, Group, Metric, Value, setting, varying
-from cluster_sft.results import Results
+from cluster_sft.report import drawing
+from cluster_sft.report.labels import axis_title, settings_text
+from cluster_sft.report.points import METRICS, Estimate, Group, Metric, Value, setting, varying
+from cluster_sft.report.results import Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,1 @@
+"""Parts of stage report: points and results, comparisons, tables, figures, the page."""
