@@ -16,7 +16,7 @@ demo: install
 	cluster-sft show
 
 test: install
-	python -m pytest
+	python -m pytest -n 2 --dist loadfile
 
 bench: install $(PEERS)/installed
 	python -m benchmarks $(BENCH)
