@@ -156,6 +156,62 @@ def test_stage_of_its_own_leaves_nothing_beside_out():
     assert os.listdir("sub") == ["out"]
 
 
+def test_stage_of_its_own_that_fails_leaves_no_scratch_and_no_new_folder():
+    def failing(made, out, scratch):
+        (scratch / "batches").mkdir()
+        (scratch / "batches/1").write_text("half")
+        raise UserError("row 3: bad")
+
+    with pytest.raises(UserError, match="row 3"):
+        store.make(node(leaf="new/sub/out"), failing, workspace=False)
+    assert os.listdir() == ["work"]
+
+
+@pytest.mark.parametrize("out", ["file", "file/sub", "x" * 300])
+def test_out_that_can_be_no_folder_is_one_line(out):
+    Path("file").write_text("mine")
+    with pytest.raises(UserError, match=r"holds another result|cannot be used"):
+        store.make(node(leaf=out), forbidden, workspace=False)
+    assert Path("file").read_text() == "mine"
+
+
+def test_upstream_replaced_while_it_is_read_gives_no_result():
+    parent = node(leaf="results/n/embed")
+    store.make(parent, writer("1"))
+
+    def raced(made, out, scratch):
+        store.make(replace(parent, key="c" * 64), writer("2"))
+        (out / "payload").write_text("of both")
+
+    child = node(key="b" * 64, inputs={"embeddings": parent})
+    with pytest.raises(UserError, match="results/n/embed changed while it was read"):
+        store.make(child, raced)
+    assert not Path(child.leaf).exists()
+
+
+def test_file_replaced_while_it_is_read_gives_no_result():
+    Path("rows.jsonl").write_text("1")
+
+    def raced(made, out, scratch):
+        Path("rows.jsonl").write_text("2")
+
+    with pytest.raises(UserError, match=r"rows\.jsonl changed while it was read"):
+        store.make(replace(node(), files={"source": Path("rows.jsonl")}), raced)
+
+
+@pytest.mark.parametrize("manifest", ["{}", '{"stage": "embed"}', '{"params": null}'])
+def test_leaf_made_by_hand_counts_as_its_files(manifest):
+    Path("hand").mkdir()
+    Path("hand/manifest.json").write_text(manifest)
+    Path("hand/x").write_text("1")
+    first = store.load_node(Path("hand"), "embed")
+    store.input_digest(first)
+    Path("hand/x").write_text("2")
+    assert store.load_node(Path("hand"), "embed").key != first.key
+    with pytest.raises(UserError, match="wanted"):
+        store.input_digest(first)
+
+
 HOLD = (
     "import sys\nfrom pathlib import Path\nfrom cluster_sft.claims import claimed\n"
     "with claimed(Path(sys.argv[1])) as scratch:\n"
@@ -207,7 +263,7 @@ def test_failed_stage_of_its_own_leaves_nothing_beside_out():
 
     with pytest.raises(UserError, match="no"):
         store.make(node(leaf="sub/out"), failing, workspace=False)
-    assert os.listdir("sub") == []
+    assert not Path("sub").exists()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a tiny tmpfs needs root")

@@ -7,16 +7,15 @@ written after the payload; a leaf is *whole* if its payload has the digests of t
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cluster_sft import disk
 from cluster_sft.artifacts import MANIFEST, read_json, write_json
 from cluster_sft.claims import claimed
 from cluster_sft.digests import digest, file_digest
@@ -46,17 +45,15 @@ def make(node: Node, compute: Compute, *, workspace: bool = True) -> str:
     """
     leaf = Path(node.leaf)
     inputs = {role: input_digest(parent, role) for role, parent in node.inputs.items()}
-    if is_whole(leaf, node.key, inputs):
-        _renew_stamp(leaf, node.key)
-        return "reused"
-    if not workspace and leaf.exists() and any(leaf.iterdir()):
-        raise UserError(
-            f"--out {leaf}: holds another result or other files, and nothing is ever overwritten; "
-            "choose another folder or remove it"
-        )
+    with disk.user_errors(leaf):
+        if is_whole(leaf, node.key, inputs):
+            _renew_stamp(leaf, node.key)
+            return "reused"
+        if not workspace:
+            _check_free(leaf)
     partial = _partial(leaf, node.key)
     home = WORK / node.key if workspace else partial.with_suffix(".scratch")
-    with claimed(home) as scratch, _disk_errors(leaf):
+    with disk.user_errors(leaf), disk.no_new_folders(leaf), claimed(home) as scratch:
         if is_whole(leaf, node.key, inputs):  # made by another process since the look above
             outcome = "reused"
         elif _restore(node, leaf, partial, inputs, workspace):
@@ -64,10 +61,23 @@ def make(node: Node, compute: Compute, *, workspace: bool = True) -> str:
             _swap_in(partial, leaf)
         else:
             outcome = "computed"
-            _compute(node, compute, partial, scratch, inputs)
+            try:
+                _compute(node, compute, partial, scratch, inputs)
+            except (UserError, OSError):
+                if not workspace:  # what a kill leaves is resumed from; an error would recur
+                    disk.empty(scratch)
+                raise
             _swap_in(partial, leaf)
         shutil.rmtree(scratch, ignore_errors=True)
     return outcome
+
+
+def _check_free(leaf: Path) -> None:
+    if leaf.exists() and (not leaf.is_dir() or any(leaf.iterdir())):
+        raise UserError(
+            f"--out {leaf}: holds another result or other files, and nothing is ever overwritten; "
+            "choose another folder or remove it"
+        )
 
 
 def _compute(
@@ -77,11 +87,28 @@ def _compute(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
+        before = {role: content_digest(path) for role, path in node.files.items()}
         compute(node, partial, scratch)
-        _seal(node, partial, inputs)
+        _check_unchanged(node, before)
+        _seal(node, partial, inputs, before)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _check_unchanged(node: Node, files: dict[str, str]) -> None:
+    """Check that nothing was replaced while it was read: the result would have the wrong key.
+
+    Raises:
+        UserError: an upstream leaf or a file is another one than before.
+    """
+    changed = [n.leaf for n in node.inputs.values() if _key_of(Path(n.leaf)) != n.key]
+    changed += [str(p) for role, p in node.files.items() if content_digest(p) != files[role]]
+    if changed:
+        raise UserError(
+            f"{node.leaf}: {changed[0]} changed while it was read, so the result may be of both; "
+            "nothing was written: run it again"
+        )
 
 
 def input_digest(node: Node, role: str = "input") -> str:
@@ -94,19 +121,33 @@ def input_digest(node: Node, role: str = "input") -> str:
     if not (leaf / MANIFEST).is_file():
         raise UserError(f"{leaf}: the {role} is not there; make it first: cluster-sft run {leaf}")
     manifest = read_json(leaf / MANIFEST)
-    if manifest.get("key") != node.key:
+    if (found := _key_of(leaf)) != node.key:
         raise UserError(
             f"{leaf}: the {role} was made with other parameters, data or code (key "
-            f"{str(manifest.get('key'))[:12]}, wanted {node.key[:12]}); cluster-sft run {leaf}"
+            f"{found[:12]}, wanted {node.key[:12]}); cluster-sft run {leaf}"
         )
     if fault := damage(leaf, manifest):
         raise UserError(f"{leaf}: {fault}; remove the folder and run it again: it is made anew")
-    return digest(manifest["payload"])
+    return digest(_payload(leaf, manifest))
+
+
+def _key_of(leaf: Path) -> str:
+    """Return the key of a complete leaf; of one made by hand, without a key, one from its files."""
+    manifest = read_json(leaf / MANIFEST)
+    return str(manifest.get("key") or digest(_payload(leaf, manifest)))
+
+
+def _payload(leaf: Path, manifest: dict[str, Any]) -> dict[str, str]:
+    """Return the digests of a leaf's files: as listed, or as they are where nothing is listed."""
+    if "payload" in manifest:
+        return manifest["payload"]
+    files = (p for p in sorted(leaf.rglob("*")) if p.is_file() and p.name != MANIFEST)
+    return {p.relative_to(leaf).as_posix(): file_digest(p, CACHE) for p in files}
 
 
 def damage(leaf: Path, manifest: dict[str, Any]) -> str | None:
     """Return what is wrong with a leaf's payload against its manifest, None if nothing is."""
-    payload = manifest.get("payload")
+    payload = _payload(leaf, manifest)
     if not isinstance(payload, dict):
         return f"{MANIFEST} lists no payload"
     for name, wanted in payload.items():
@@ -139,16 +180,17 @@ def leaf_key(leaf: Path) -> str | None:
 def load_node(leaf: Path, stage: str) -> Node:
     """Return the node of an existing leaf from its manifest, for a stage that runs on its own.
 
+    A leaf that another program made may have a manifest that says less, or just `{}`.
+
     Raises:
         UserError: the folder is no complete leaf of that stage.
     """
     if not (leaf / MANIFEST).is_file():
         raise UserError(f"{leaf}: no complete {stage} leaf there (it has no {MANIFEST})")
     manifest = read_json(leaf / MANIFEST)
-    if manifest.get("stage") != stage:
-        raise UserError(f"{leaf}: must be a leaf of {stage}, got one of {manifest.get('stage')}")
-    params = manifest.get("params", {})
-    return Node(stage, str(leaf), manifest["key"], Section(), identity=params)
+    if (found := manifest.get("stage", stage)) != stage:
+        raise UserError(f"{leaf}: must be a leaf of {stage}, got one of {found}")
+    return Node(stage, str(leaf), _key_of(leaf), Section(), identity=manifest.get("params") or {})
 
 
 def size_of(folder: Path) -> int:
@@ -163,7 +205,7 @@ def leaves(root: Path) -> Iterator[Path]:
             yield path.parent
 
 
-def _seal(node: Node, out: Path, inputs: dict[str, str]) -> None:
+def _seal(node: Node, out: Path, inputs: dict[str, str], read: dict[str, str]) -> None:
     """Write the manifest, then the stamp: their presence says that all before them is there."""
     files = sorted(p for p in out.rglob("*") if p.is_file())
     write_json(
@@ -174,7 +216,7 @@ def _seal(node: Node, out: Path, inputs: dict[str, str]) -> None:
             "key": node.key,
             "params": node.identity,
             "inputs": inputs,
-            "files": {role: content_digest(path) for role, path in node.files.items()},
+            "files": read,
             "code": node.code,
             "payload": {p.relative_to(out).as_posix(): file_digest(p, CACHE) for p in files},
         },
@@ -240,20 +282,6 @@ def _swap_in(partial: Path, leaf: Path) -> None:
     partial.rename(leaf)
     if partial.parent.name == ".partial" and not any(partial.parent.iterdir()):
         partial.parent.rmdir()
-
-
-@contextmanager
-def _disk_errors(leaf: Path) -> Iterator[None]:
-    """Turn a full disk into the one line a user can act on."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"{leaf}: the disk is full, so nothing was written there; free space "
-                "(`cluster-sft gc` lists what can go) and run it again"
-            ) from error
-        raise
 
 
 def say(message: str) -> None:
