@@ -15,7 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster_sft.batching import batch_plan, cluster_weights
-from cluster_sft.objective import RowLoss, row_coefficients, supervised_positions
+from cluster_sft.heads import supervised_positions
+from cluster_sft.objective import RowLoss, row_coefficients
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-14}
 

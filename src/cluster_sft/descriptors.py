@@ -6,7 +6,6 @@ fields}` is a data set on the Hugging Face Hub. `fields` maps names of a format 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from cluster_sft import stdlib_corpus
-from cluster_sft.errors import UserError
+from cluster_sft.errors import UserError, known_names
 
 CORPORA: dict[str, Callable[[], list[dict[str, Any]]]] = {"python-stdlib": stdlib_corpus.rows}
 KEYS = ("corpus", "hub", "subset", "revision", "split", "fields")
@@ -79,9 +78,7 @@ def read(path: Path) -> Descriptor:
 
 def _check(path: Path, value: str, known: tuple[str, ...], what: str) -> None:
     if value not in known:
-        near = difflib.get_close_matches(value, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"{path}: unknown {what} {value!r}; {hint}known: {', '.join(known)}")
+        raise UserError(f"{path}: unknown {what} {value!r}; {known_names(value, known)}")
 
 
 def _hub_rows(source: Descriptor) -> list[dict[str, Any]]:

@@ -103,12 +103,7 @@ def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch:
 
 def _compute(job: dict[str, Any], launch: Launch, results: Results, lengths: np.ndarray) -> None:
     """Run the job's batches, here or in worker processes, under a progress bar."""
-    use_gpu = torch.cuda.is_available()
-    if use_gpu and launch.processes > torch.cuda.device_count():
-        raise UserError(
-            f"launch.processes is {launch.processes}, but {torch.cuda.device_count()} GPUs are "
-            "visible, one a process; lower it"
-        )
+    use_gpu = launching.use_gpus(launch.processes)
     with tqdm(total=int(lengths.sum()), desc="embed", unit="tok", unit_scale=True) as bar:
 
         def show() -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+IGNORED = -100  # the label of what is not supervised
 # Rows whose logits exist at once. On a CPU the float32 copy of bf16 logits and its softmax are five
 # times as fast in pieces that stay in the cache; on a GPU small pieces cost launches.
 CHUNK_ROWS = {"cpu": 256, "cuda": 1024}
@@ -31,6 +32,24 @@ TOLERANCE = {
     torch.bfloat16: 2e-2,
     torch.float16: 5e-3,
 }
+
+
+def supervised_positions(labels: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mark the positions that predict a supervised token.
+
+    Position t counts if labels[t + 1] is not -100 and neither t nor t + 1 is padding.
+
+    Args:
+        labels: (B, T) int64, -100 where nothing is supervised.
+        attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
+
+    Returns:
+        (B, T) bool; the last column is False.
+    """
+    mask = attention_mask.bool()
+    marked = torch.zeros_like(mask)
+    marked[:, :-1] = (labels[:, 1:] != IGNORED) & mask[:, 1:] & mask[:, :-1]
+    return marked
 
 
 def head_inputs(

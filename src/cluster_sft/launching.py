@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from cluster_sft.errors import UserError
 
@@ -157,6 +158,17 @@ def worker_environment(*, processes: int, threads: int | None, use_gpu: bool) ->
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def use_gpus(processes: int) -> bool:
+    """Whether to compute on GPUs, one a process; UserError if there are some but too few."""
+    count = torch.cuda.device_count()
+    if 0 < count < processes:
+        raise UserError(
+            f"launch.processes is {processes}, but {count} GPUs are visible, one a process; lower "
+            "it or change CUDA_VISIBLE_DEVICES"
+        )
+    return count > 0
 
 
 def work(run: Callable[[dict[str, Any]], None]) -> None:

@@ -15,13 +15,17 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cluster_sft.errors import UserError
-from cluster_sft.heads import full_log_probs, head_inputs, token_log_probs
+from cluster_sft.heads import (
+    full_log_probs,
+    head_inputs,
+    supervised_positions,
+    token_log_probs,
+)
 
 LossReduction = Literal["sequence", "token"]
 
@@ -59,24 +63,6 @@ def row_coefficients(
     if len(weight_B) and total <= 0:
         raise UserError(f"weights times supervised tokens must sum to more than 0, got {total}")
     return weight_B / total if len(weight_B) else weight_B.copy()
-
-
-def supervised_positions(labels: Tensor, attention_mask: Tensor) -> Tensor:
-    """Mark the positions that predict a supervised token.
-
-    Position t counts if labels[t + 1] is not -100 and neither t nor t + 1 is padding.
-
-    Args:
-        labels: (B, T) int64, -100 where nothing is supervised.
-        attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
-
-    Returns:
-        (B, T) bool; the last column is False.
-    """
-    mask = attention_mask.bool()
-    marked = torch.zeros_like(mask)
-    marked[:, :-1] = (labels[:, 1:] != -100) & mask[:, 1:] & mask[:, :-1]
-    return marked
 
 
 class RowLoss(nn.Module):

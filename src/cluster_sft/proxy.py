@@ -20,9 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cluster_sft.heads import full_log_probs, head_inputs, head_is_exact, token_log_probs
-
-IGNORED = -100
+from cluster_sft.heads import (
+    full_log_probs,
+    head_inputs,
+    head_is_exact,
+    supervised_positions,
+    token_log_probs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,8 @@ def gradient_proxy(
             f"{tuple(input_ids.shape)}, {tuple(attention_mask.shape)}, {tuple(labels.shape)}"
         )
     device = model.device
-    input_ids, attention_mask, labels = (x.to(device) for x in (input_ids, attention_mask, labels))
+    attention_mask = attention_mask.to(device)
+    input_ids, labels = (x.to(device, torch.long) for x in (input_ids, labels))
     positions, targets, n_tokens = supervised(labels, attention_mask)
     with evaluating(model), torch.no_grad():
         exact = _exact_head(model, input_ids, attention_mask, labels)
@@ -80,10 +85,9 @@ def supervised(labels: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, 
     A position is the index, into the flattened (B * T) positions, whose head input predicts the
     target; positions ascend.
     """
-    real = attention_mask.bool()
-    chosen = (labels[:, 1:] != IGNORED) & real[:, :-1] & real[:, 1:]
-    rows, columns = chosen.nonzero(as_tuple=True)
-    return rows * labels.shape[1] + columns, labels[rows, columns + 1], chosen.sum(1)
+    chosen = supervised_positions(labels, attention_mask)
+    positions = chosen.flatten().nonzero()[:, 0]
+    return positions, labels.roll(-1, dims=1)[chosen], chosen.sum(1)
 
 
 def proxies_at(

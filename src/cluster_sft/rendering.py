@@ -8,7 +8,6 @@ spelled in a turn's content stays text.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from cluster_sft._chat_template import ChatTemplate, TemplateRefusal
 from cluster_sft._named_templates import NAMED, NamedTemplate
 from cluster_sft._provenance import Message, Rendered, Span
 from cluster_sft._tokenization import Encoded, Tokenization
-from cluster_sft.errors import UserError
+from cluster_sft.errors import UserError, known_names
 
 __all__ = [
     "Encoded",
@@ -60,12 +59,8 @@ class Renderer:
             chat = ChatTemplate.of(tokenizer, tokenization.specials)
             return cls(template, chat, tokenization, str(tokenizer.eos_token or ""))
         if template not in NAMED:
-            known = ["auto", *NAMED]
-            near = difflib.get_close_matches(template, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(
-                f"model.template: unknown template {template!r}; {hint}known: {', '.join(known)}"
-            )
+            remedy = known_names(template, ["auto", *NAMED])
+            raise UserError(f"model.template: unknown template {template!r}; {remedy}")
         if not tokenizer.eos_token:
             raise UserError(
                 f"model {tokenizer.name_or_path!r}: template {template!r} ends answers with the "

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from cluster_sft.errors import UserError
+from cluster_sft.heads import IGNORED
 
 MAX_PADDING = 0.03
 READ_ROWS = 1024
 OFFSETS = "offsets.npy"  # written last: the store is whole if and only if it exists
-IGNORED = -100
 COLUMNS = ("input_ids", "labels")
 FLAT = ("input_ids.i32", "labels.i32")
 

@@ -31,9 +31,9 @@ from cluster_sft import launching
 from cluster_sft.batching import Step
 from cluster_sft.checkpoints import latest_checkpoint
 from cluster_sft.errors import UserError
-from cluster_sft.heads import head_is_exact
+from cluster_sft.heads import head_is_exact, supervised_positions
 from cluster_sft.models import load_model, load_tokenizer, local_path
-from cluster_sft.objective import RowLoss, supervised_positions
+from cluster_sft.objective import RowLoss
 from cluster_sft.optimizers import make_optimizer
 from cluster_sft.training_loop import TRAIN_LOG, Session, read_log, train
 from cluster_sft.training_rows import TrainingRows, collate, make_plan, read_rows, read_selection
@@ -56,7 +56,7 @@ def run(
         RuntimeError: the worker processes failed; the message names their log.
     """
     check_processes(launch.processes, workers=params.workers)
-    use_gpu = _use_gpu(launch.processes)
+    use_gpu = launching.use_gpus(launch.processes)
     selection = read_selection(dataset, subset, weights=params.weights)
     plan = make_plan(selection, params)
     model = local_path(params.model)
@@ -214,17 +214,6 @@ def _peak_memory(device: torch.device) -> float:
         return float(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-def _use_gpu(processes: int) -> bool:
-    """Whether to train on GPUs, one a process; UserError if there are some but too few."""
-    count = torch.cuda.device_count()
-    if 0 < count < processes:
-        raise UserError(
-            f"launch.processes is {processes}, but {count} GPUs are visible, one a process; lower "
-            "it or change CUDA_VISIBLE_DEVICES"
-        )
-    return count > 0
 
 
 def _show(bar: tqdm[Any], log: Path) -> None:

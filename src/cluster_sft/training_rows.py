@@ -18,12 +18,12 @@ from torch import Tensor
 from cluster_sft.artifacts import SUMMARY, read_json, read_table
 from cluster_sft.batching import BatchPlan, Step, batch_plan, cluster_weights
 from cluster_sft.errors import UserError
+from cluster_sft.heads import IGNORED
 
 if TYPE_CHECKING:
     from cluster_sft.params import TrainParams
 
 PAD = 0  # any id does: padding is told from the mask
-IGNORED = -100
 
 
 @dataclass(frozen=True)

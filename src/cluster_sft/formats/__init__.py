@@ -9,14 +9,13 @@ a defect of *content* (no response, turns out of order) is `Unusable`: dropped, 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster_sft.errors import UserError
+from cluster_sft.errors import UserError, known_names, nearest
 from cluster_sft.formats._turns import Malformed, Message, Unusable, check_turns, text, turns
 
 __all__ = [
@@ -147,8 +146,7 @@ def get(name: str) -> Format:
     """
     if name not in names():
         raise UserError(
-            f"data.format: unknown format {name!r}; {_nearest(name, names())}"
-            f"known: auto, {', '.join(names())}"
+            f"data.format: unknown format {name!r}; {known_names(name, ['auto', *names()])}"
         )
     return importlib.import_module(f"{__name__}.{name}").FORMAT
 
@@ -220,21 +218,13 @@ def _check_fields(
         owners = [f for f in formats.values() if f.owner(key)]
         if not owners:
             known = {n for f in formats.values() for n in (*SHARED, *f.optional, *f.required)}
-            raise UserError(
-                f"data.fields: unknown name {key!r}; {_nearest(key, sorted(known))}"
-                f"known: {', '.join(sorted(known))}"
-            )
+            raise UserError(f"data.fields: unknown name {key!r}; {known_names(key, sorted(known))}")
         inner = all(f.owner(key) in f.inner for f in owners)
         if not inner and not any(column in row for row in rows):
             raise UserError(
                 f"{where}: data.fields maps {key!r} to the column {column!r}, which no row has; "
-                f"{_nearest(column, list(rows[0]))}keys found: {_keys(rows[0])}"
+                f"{nearest(column, list(rows[0]))}keys found: {_keys(rows[0])}"
             )
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:

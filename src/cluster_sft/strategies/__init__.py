@@ -8,7 +8,6 @@ Legend: N rows of the embedded data, K clusters.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from cluster_sft.errors import UserError
+from cluster_sft.errors import UserError, known_names
 
 
 class Rule(Protocol):
@@ -127,9 +126,6 @@ def get(name: str) -> Strategy:
     """
     known = names()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "pick one of the known"
-        raise UserError(
-            f"select.strategies: unknown strategy {name!r}; {hint} known: {', '.join(known)}"
-        )
+        remedy = known_names(name, known)
+        raise UserError(f"select.strategies: unknown strategy {name!r}; {remedy}")
     return importlib.import_module(f"{__name__}.{name}").STRATEGY

@@ -7,7 +7,6 @@ torch: planning imports it, and each kind imports what it needs when it runs.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from cluster_sft.errors import UserError
+from cluster_sft.errors import UserError, known_names
 
 SUITES = Path("data/suites")
 SPEC = "suite.yaml"
@@ -126,7 +125,7 @@ def get(kind: str) -> Kind:
         UserError: there is none; the nearest name is given.
     """
     if kind not in kinds():
-        raise UserError(f"unknown kind of suite {kind!r}; {_nearest(kind, kinds())}")
+        raise UserError(f"unknown kind of suite {kind!r}; {known_names(kind, kinds())}")
     return importlib.import_module(f"{__name__}.{kind}").KIND
 
 
@@ -145,7 +144,7 @@ def folder(name: str) -> Path:
     if not (path / SPEC).is_file():
         raise UserError(
             f"evaluate.suites: no suite {name!r}, {path / SPEC} does not exist; "
-            f"{_nearest(name, names())}"
+            f"{known_names(name, names())}"
         )
     return path
 
@@ -171,7 +170,7 @@ def read(suite: Path) -> dict[str, Any]:
         if key == "kind":
             continue
         if key not in options.options:
-            raise UserError(f"{path}: unknown key {key!r}; {_nearest(key, options.options)}")
+            raise UserError(f"{path}: unknown key {key!r}; {known_names(key, options.options)}")
         wanted = options.options[key]
         # In Python True is an int; in a file of settings it is not.
         if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is int):
@@ -196,13 +195,6 @@ def outside_files(suite: Path) -> list[Path]:
     spec = read(suite)
     paths = [suite / path for path in get(spec["kind"]).files(spec)]
     return [path for path in paths if not path.resolve().is_relative_to(suite.resolve())]
-
-
-def _nearest(name: object, known: Iterable[str]) -> str:
-    choices = list(known)
-    near = difflib.get_close_matches(str(name), choices, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}known: {', '.join(choices) or 'none'}"
 
 
 def _type_name(wanted: type | tuple[type, ...]) -> str:
