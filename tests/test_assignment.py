@@ -140,6 +140,22 @@ def test_assign_largest_floats_does_not_overflow():
     assert assign(cost, 1).tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-200])
+def test_assign_tiny_costs_reaches_the_optimum(scale):
+    rng = np.random.default_rng(7)
+    for _ in range(50):
+        cost, capacity = rng.random((13, 4)) * scale, np.full(4, 4)
+        labels = assign(cost, capacity)
+        assert _objective(cost, labels) <= _optimum(cost, capacity) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64"])
+def test_assign_capacity_of_any_integer_type_is_taken(dtype):
+    cost = np.random.default_rng(0).random((300, 3))
+    capacity = np.array([127, 100, 90])
+    assert (assign(cost, capacity.astype(dtype)) == assign(cost, capacity)).all()
+
+
 def test_assign_scalar_capacity_equals_capacity_per_cluster():
     cost = np.random.default_rng(4).random((50, 4), dtype=np.float32)
     assert (assign(cost, 13) == assign(cost, [13, 13, 13, 13])).all()

@@ -20,6 +20,7 @@ from cluster_sft.errors import UserError
 
 ACCURACY = 1e-11  # of the objective: what rounding to integers may add
 MAX_EXPONENT = 1000  # of the scale, which must stay finite
+TINY = 2.0**-500
 
 
 def assign(cost: ArrayLike, capacity: ArrayLike) -> NDArray[np.int32]:
@@ -40,8 +41,11 @@ def assign(cost: ArrayLike, capacity: ArrayLike) -> NDArray[np.int32]:
     limits = _checked_capacity(capacity, n_rows=table.shape[0], n_clusters=table.shape[1])
     if not len(table):
         return np.empty(0, np.int32)
-    if np.abs(table).max() > 0.5 * np.finfo(float).max:
+    largest = np.abs(table).max()
+    if largest > 0.5 * np.finfo(float).max:
         table = table * 0.25  # differences of the largest floats overflow; the optimum is the same
+    elif 0 < largest < TINY:
+        table = table / TINY  # a power of two, and exact: tiny costs become integers as others do
     return solve(table, limits)[0]
 
 
@@ -129,7 +133,8 @@ def _checked_capacity(capacity: ArrayLike, *, n_rows: int, n_clusters: int) -> N
         )
     if (limits < 0).any():
         raise UserError(f"assign: capacity must not be negative, got {limits.min()}")
-    limits = np.broadcast_to(np.minimum(limits, n_rows), n_clusters).astype(np.int64)
+    limits = np.minimum(limits.astype(np.uint64), n_rows).astype(np.int64)
+    limits = np.broadcast_to(limits, n_clusters).copy()
     if limits.sum() < n_rows:
         raise UserError(
             f"assign: {n_rows} rows exceed the total capacity {limits.sum()} of {n_clusters} "
