@@ -165,6 +165,14 @@ def test_gradient_proxy_keeps_the_mode_of_every_module_and_no_graph():
     assert not proxy.embedding.requires_grad
 
 
+def test_gradient_proxy_takes_ids_of_any_integer_type():
+    model = random_llama()
+    batch = padded(conversations())
+    wide = gradient_proxy(model, *batch)
+    narrow = gradient_proxy(model, *(x.to(torch.int32) for x in batch))
+    assert torch.equal(wide.embedding, narrow.embedding)
+
+
 def test_gradient_proxy_unlike_shapes_is_an_error():
     input_ids = torch.ones(2, 3, dtype=torch.long)
     with pytest.raises(ValueError, match="one shape"):
