@@ -20,8 +20,17 @@ def test_table_round_trips_with_the_dtypes_of_its_schema(tmp_path):
 
 
 def test_table_of_another_schema_is_one_line(tmp_path):
+    TABLE.cast({"cluster": pl.String}).write_parquet(tmp_path / "clusters.parquet")
+    with pytest.raises(UserError, match=r"column 'cluster' must be Int32, got String"):
+        artifacts.read_table(tmp_path, "clusters.parquet")
+
+
+def test_numbers_of_another_width_are_read_as_those_of_the_schema(tmp_path):
     TABLE.write_parquet(tmp_path / "clusters.parquet")
-    with pytest.raises(UserError, match=r"column 'cluster' must be Int32, got Int64"):
+    assert dict(artifacts.read_table(tmp_path, "clusters.parquet").schema) == artifacts.CLUSTERS
+    huge = TABLE.with_columns(cluster=pl.lit(1 << 40))
+    huge.write_parquet(tmp_path / "clusters.parquet")
+    with pytest.raises(UserError, match=r"clusters\.parquet: damaged"):
         artifacts.read_table(tmp_path, "clusters.parquet")
 
 

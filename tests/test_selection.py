@@ -207,6 +207,19 @@ def test_selection_jsonl_is_the_sources_own_rows_in_its_order(leaves, tmp_path):
     assert len(lines) == 10
 
 
+@pytest.mark.parametrize(
+    ("column", "value"), [("cluster", -1), ("cluster", None), ("distance", float("nan"))]
+)
+def test_selection_of_clusters_with_a_value_that_is_none_is_refused(
+    leaves, tmp_path, column, value
+):
+    table = artifacts.read_table(leaves[1], "clusters.parquet")
+    table[2, column] = value
+    artifacts.write_table(leaves[1], "clusters.parquet", table)
+    with pytest.raises(UserError, match=f"row 2: '{column}' must be a number of at least 0"):
+        run(leaves, tmp_path / "out")
+
+
 def test_selection_of_random_rows_carries_no_weights(leaves, tmp_path):
     subset = run(leaves, tmp_path / "out", strategy="random", ratio=0.5)
     assert subset["weight"].to_list() == [1.0] * 4

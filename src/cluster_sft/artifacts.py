@@ -82,7 +82,7 @@ def write_table(leaf: Path, name: str, frame: pl.DataFrame) -> None:
 
 
 def read_table(leaf: Path, name: str, columns: list[str] | None = None) -> pl.DataFrame:
-    """Read `leaf/name`, checked against its schema.
+    """Read `leaf/name`, checked against its schema and with its dtypes.
 
     Raises:
         UserError: the file is missing, damaged or has other columns or dtypes.
@@ -93,12 +93,13 @@ def read_table(leaf: Path, name: str, columns: list[str] | None = None) -> pl.Da
     try:
         found = pl.read_parquet_schema(path)
         wanted = {c: TABLES[name][c] for c in columns or TABLES[name]}
-        if wrong := [c for c, t in wanted.items() if found.get(c) != t]:
+        if wrong := [c for c, t in wanted.items() if not _widens(found.get(c), t)]:
             raise UserError(
                 f"{path}: column {wrong[0]!r} must be {wanted[wrong[0]]}, "
                 f"got {found.get(wrong[0], 'no such column')}; delete the leaf and run it again"
             )
-        return pl.read_parquet(path, columns=list(wanted))
+        frame = pl.read_parquet(path, columns=list(wanted))
+        return frame.with_columns(pl.col(c).cast(t) for c, t in wanted.items())
     except UserError:
         raise
     # Polars panics, beside raising its own errors, on some damaged files.
@@ -107,6 +108,17 @@ def read_table(leaf: Path, name: str, columns: list[str] | None = None) -> pl.Da
             f"{path}: damaged ({str(error).splitlines()[0][:120]}); delete the leaf and run it "
             "again"
         ) from error
+
+
+def _widens(found: Any, wanted: Any) -> bool:
+    """Whether a column is as wanted, or holds the same kind of number in another width.
+
+    Tables that other programs write come with 64-bit numbers, whose values are what counts.
+    """
+    if found is None or isinstance(wanted, pl.List | pl.Struct):
+        return found == wanted
+    kinds = (lambda t: t.is_integer(), lambda t: t.is_float())
+    return found == wanted or any(kind(found) and kind(wanted()) for kind in kinds)
 
 
 def create_array(path: Path, shape: tuple[int, ...], dtype: np.dtype | type) -> np.memmap:

@@ -91,6 +91,8 @@ def run(
     """
     subset = select(params, dataset=dataset, clusters=clusters, out=out)
     write_rows(out / "subset.jsonl", subset, dataset, scratch=scratch)
+    rows, n = len(subset), read_json(out / SUMMARY)["n"]
+    print(f"select {params.strategy}: {rows:,} of {n:,} rows ({rows / n:.1%})", file=sys.stderr)
 
 
 def select(
@@ -127,6 +129,7 @@ def _pool(leaf: Path, name: str) -> tuple[Pool, int]:
         zero = np.zeros(n_rows, bool)
     else:
         table = read_table(leaf, name, ["cluster", "distance"])
+        _check_clusters(leaf, table)
         labels, distances = (table[c].to_numpy() for c in ("cluster", "distance"))
         summary = read_json(leaf / SUMMARY) if (leaf / SUMMARY).is_file() else {}
         zero = np.zeros(len(table), bool)
@@ -136,6 +139,20 @@ def _pool(leaf: Path, name: str) -> tuple[Pool, int]:
     if k == 0 or np.bincount(labels, minlength=k).min() == 0:
         raise UserError(f"{leaf}: every cluster must hold a row, one is empty")
     return Pool(labels, distances, zero), k
+
+
+def _check_clusters(leaf: Path, table: pl.DataFrame) -> None:
+    """Check the columns of clusters that another program may have written."""
+    wrong = table.select(
+        cluster=pl.col("cluster").is_null() | (pl.col("cluster") < 0),
+        distance=pl.col("distance").is_null() | ~pl.col("distance").is_finite(),
+    )
+    for column in wrong.columns:
+        if (row := wrong[column].arg_max()) is not None and wrong[column][row]:
+            raise UserError(
+                f"{leaf / CLUSTERS}, row {row}: {column!r} must be a number of at least 0, got "
+                f"{table[column][row]}; correct it or run cluster again"
+            )
 
 
 def _subset(ids: pl.Series, pool: Pool, chosen: np.ndarray, weights: np.ndarray) -> pl.DataFrame:
@@ -262,7 +279,6 @@ def _summary(
 ) -> dict[str, Any]:
     weight_S = subset["weight"].to_numpy()
     n, rows = int(sizes.sum()), len(subset)
-    print(f"select {params.strategy}: {rows:,} of {n:,} rows ({rows / n:.1%})", file=sys.stderr)
     return {
         "strategy": params.strategy,
         "n": n,
