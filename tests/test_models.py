@@ -53,6 +53,15 @@ def test_load_model_directory_without_config_is_an_error(tmp_path):
         models.load_model(str(tmp_path), dtype="fp32")
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "llama", "hidden_size": "x"}'])
+def test_config_that_is_none_is_one_line(tiny_model_dir, tmp_path, text):
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, path)
+    (path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        models.load_config(str(path))
+
+
 def test_load_model_truncated_weights_is_an_error(tiny_model_dir, tmp_path):
     shutil.copytree(tiny_model_dir, tmp_path / "m")
     weights = tmp_path / "m" / "model.safetensors"

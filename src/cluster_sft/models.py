@@ -27,6 +27,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -108,9 +109,26 @@ def load_model(name: str, *, dtype: str, device: str | torch.device = "cpu") -> 
     return model.to(pick_device(device)).eval()
 
 
+def load_config(name: str) -> PreTrainedConfig:
+    """Load the configuration of model `name`.
+
+    Raises:
+        UserError: no such model, or a config.json that is none.
+    """
+    path = local_path(name)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    # What transformers and its checks of fields raise is of many kinds; the file is at fault.
+    except Exception as error:
+        raise UserError(
+            f"model {name!r}: {path}/config.json cannot be read ({_first_line(error)}); save the "
+            "model there with model.save_pretrained"
+        ) from error
+
+
 def head_width(name: str) -> int:
     """Return the width H of what enters the head of model `name`, without loading its weights."""
-    config = AutoConfig.from_pretrained(local_path(name), local_files_only=True)
+    config = load_config(name)
     with torch.device("meta"):
         head = AutoModelForCausalLM.from_config(config).get_output_embeddings()
     if head is None:
@@ -167,7 +185,8 @@ def _downloaded(name: str) -> Path:
 
 
 def _packaged(package: str) -> Path:
-    spec = importlib.util.find_spec(package.replace("-", "_"))
+    name = package.replace("-", "_")
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise UserError(
             f"model '{PYPI}{package}': the package {package} is not installed; run `make install`"

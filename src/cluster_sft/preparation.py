@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 from tqdm import tqdm
-from transformers import AutoConfig
 
 from cluster_sft import formats, models, sources
 from cluster_sft._records import as_json
@@ -118,7 +117,7 @@ def render_rows(
     """
     found: dict[str, Candidate] = {}
     drops = []
-    for row, record in enumerate(tqdm(source.rows, desc="prepare: rendering", unit="row")):
+    for row, record in enumerate(tqdm(source.rows, desc="prepare: rendering", unit="row", delay=1)):
         try:
             sample = reader.read(record)
             rendered = renderer.conversation(sample.messages, context=sample.context)
@@ -153,7 +152,8 @@ def encode_rows(
     encoded: list[Encoded] = []
     drops: list[Drop] = []
     wanted = len(candidates) if max_samples is None else max_samples
-    progress = tqdm(total=min(wanted, len(candidates)), desc="prepare: tokenising", unit="row")
+    total = min(wanted, len(candidates))
+    progress = tqdm(total=total, desc="prepare: tokenising", unit="row", delay=1)
     for batch in _batches(candidates):
         if len(kept) >= wanted:
             tokens: list[Encoded] = []
@@ -203,13 +203,7 @@ def context_length(model: str) -> int | None:
     Raises:
         UserError: the configuration cannot be read.
     """
-    path = models.local_path(model)
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"model {model!r}: {path}/config.json cannot be read ({error}); set model.max_length"
-        ) from error
+    config = models.load_config(model)
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
