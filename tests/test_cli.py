@@ -149,6 +149,26 @@ def test_altered_embeddings_are_refused(clustered, capsys):
     assert "embeddings.npy was truncated or altered" in told
 
 
+def test_strategy_that_ignores_clusters_runs_on_its_own(clustered):
+    select = ("select", "--clusters", "clustered", "--dataset", "prepared", "--strategy", "full")
+    assert run(*select, "--out", "all") == 0
+    assert len(pl.read_parquet("all/subset.parquet")) == 40
+
+
+def test_clusters_written_by_hand_are_selected_from(clustered):
+    ids = pl.read_parquet("prepared/dataset.parquet")["id"]
+    table = pl.DataFrame(
+        {"id": ids, "cluster": [i % 4 for i in range(40)], "distance": [0.1 * i for i in range(40)]}
+    )
+    Path("hand").mkdir()
+    table.write_parquet("hand/clusters.parquet")
+    Path("hand/manifest.json").write_text("{}")
+    select = ("select", "--clusters", "hand", "--dataset", "prepared", "--ratio", 0.5)
+    assert run(*select, "--out", "selected") == 0
+    found = pl.read_parquet("selected/subset.parquet")
+    assert found.group_by("cluster").len().sort("cluster")["len"].to_list() == [5] * 4
+
+
 def test_unknown_strategy_is_one_line(clustered, capsys):
     flags = ("--clusters", "clustered", "--dataset", "prepared", "--out", "o")
     told = error(capsys, "select", *flags, "--strategy", "clutser")

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from cluster_sft import housekeeping, plan, store, suites
+from cluster_sft import disk, housekeeping, plan, store, strategies, suites
 from cluster_sft.computing import compute_with
 from cluster_sft.errors import UserError
 from cluster_sft.nodes import Node, make_node, resolve_training
@@ -152,7 +152,8 @@ def _run(arguments: argparse.Namespace) -> None:
             f"{', '.join(map(str, arguments.params))}; values given to snakemake with --config, or "
             "edits since it started, are not in these files: use --configfile, and start it again"
         )
-    store.WORK.mkdir(exist_ok=True)
+    with disk.user_errors(store.WORK):
+        store.WORK.mkdir(exist_ok=True)
     _make(node, _launch(arguments, typed_launch(raw)), workspace=True)
 
 
@@ -190,8 +191,10 @@ def _stage(arguments: argparse.Namespace) -> None:
     modules, ignored = [spec.module], set(FILES.get(stage, ()))
     if stage == "select":
         modules.append(f"strategies.{given['strategy'] or 'cluster'}")
+        if "cluster" in strategies.get(str(given["strategy"] or "cluster")).ignores:
+            del inputs["clusters"]
     if stage == "train":
-        params = resolve_training(params, str(inputs["subset"].identity.get("strategy")))
+        params = resolve_training(params, str(inputs["subset"].identity.get("strategy", "cluster")))
     if stage == "evaluate":
         modules.append(f"suites.{suites.read(files['suite'])['kind']}")
         files |= {f"suite:{path}": path for path in suites.outside_files(files["suite"])}
