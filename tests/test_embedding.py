@@ -194,6 +194,17 @@ def test_embed_row_without_supervised_tokens_stays_as_a_zero_row(
     assert read_json(out / "summary.json")["zero_rows"] == 1
 
 
+def test_embed_out_of_memory_names_the_key_to_lower(
+    tiny_model_dir, tiny_dataset, tmp_path, monkeypatch
+):
+    def full(*arguments, **settings):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(embedding, "proxies_at", full)
+    with pytest.raises(UserError, match=r"lower launch\.batch_tokens, which is 256"):
+        embed(tiny_model_dir, tiny_dataset, tmp_path, batch_tokens=256)
+
+
 def test_embed_empty_dataset_is_an_error(tiny_model_dir, tiny_dataset, tmp_path):
     rows = read_table(tiny_dataset, "dataset.parquet").head(0)
     write_table(tmp_path, "dataset.parquet", rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -31,6 +32,10 @@ PROGRAM = """
         (folder / f"threads-{rank}").write_text(str(torch.get_num_threads()))
         if job["end"] == "user error":
             raise UserError("row 7 is\\nbad")
+        if job["end"] == "disk":
+            with (folder / "out" / "model").open("wb") as file:
+                while True:
+                    file.write(bytes(1 << 12))
         if job["end"] == "defect":
             raise KeyError("lost")
         while job["end"] == "never":
@@ -45,12 +50,13 @@ PROGRAM = """
 def start(tmp_path, monkeypatch):
     """Launch the little program above with the given end; return the folder it writes to."""
     (tmp_path / "little_program.py").write_text(textwrap.dedent(PROGRAM))
+    (tmp_path / "out").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def start(end, *, processes=1):
         launch(
             "little_program",
-            {"end": end, "folder": str(tmp_path)},
+            {"end": end, "folder": str(tmp_path), "out": str(tmp_path / "out")},
             processes=processes,
             threads=2,
             use_gpu=False,
@@ -80,6 +86,19 @@ def test_launch_defect_of_a_worker_names_the_log(start):
     with pytest.raises(RuntimeError, match=r"workers\.log") as caught:
         start("defect")
     assert "KeyError" in str(caught.value)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting a tiny tmpfs needs root")
+def test_launch_worker_that_fills_the_disk_is_told_as_a_full_disk(start, tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "out")]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            start("disk")
+    finally:
+        subprocess.run(["umount", str(tmp_path / "out")], check=True)
 
 
 @pytest.mark.timeout(180)

@@ -145,8 +145,14 @@ def work(job: dict[str, Any], *, rank: int, on_flush: Callable[[], None] = lambd
         device = models.pick_device("auto", rank=rank)
         _use(device)
         model = models.load_model(job["model"], dtype=job["dtype"], device=device)
-        exact = _check_head(model, store, plan)
-        _embed(model, store, mine, Writer(results, on_flush), exact_head=exact)
+        try:
+            exact = _check_head(model, store, plan)
+            _embed(model, store, mine, Writer(results, on_flush), exact_head=exact)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"embed: {device} is out of memory; lower launch.batch_tokens, which is "
+                f"{job['batch_tokens']}"
+            ) from error
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     facts = {"peak_memory_bytes": peak, "exact_head": exact}
     if not exact:

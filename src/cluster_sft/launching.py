@@ -11,15 +11,17 @@ Reads and writes, in scratch: job.json, accelerate.yaml, workers.log, error.json
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ THREAD_VARIABLES = (
 )
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 10.0
+FULL_BYTES = 1 << 16  # a disk with less room is full
 USER_ERROR_STATUS = 2
 # What describes other workers: our own parent's, or those of srun, mpirun and torchrun around it.
 # accelerate would believe it (a PMI_SIZE of 1 makes every worker train alone).
@@ -70,6 +73,7 @@ def launch(
 
     Raises:
         UserError: a worker reported one.
+        OSError: the workers failed and a disk that they write to is full.
         RuntimeError: the workers ended otherwise; the message names their log.
     """
     scratch.mkdir(parents=True, exist_ok=True)
@@ -101,6 +105,7 @@ def launch(
     if (scratch / ERROR).is_file():
         raise UserError(json.loads((scratch / ERROR).read_text())["message"])
     if process.returncode != 0:
+        _raise_if_full([scratch, *([Path(job["out"])] if "out" in job else [])])
         raise RuntimeError(
             f"{module}: the worker processes failed (exit {process.returncode}); "
             f"their log is {scratch / LOG} and ends with:\n{_tail(scratch / LOG)}"
@@ -215,6 +220,17 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=GRACE_SECONDS)
+
+
+def _raise_if_full(folders: Sequence[Path]) -> None:
+    """Raise ENOSPC if one of the folders is on a full disk.
+
+    Told by the disk, since libraries report it in exceptions of their own, and since a worker can
+    write down no error where there is no room.
+    """
+    for folder in folders:
+        if shutil.disk_usage(folder).free < FULL_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def _free_port() -> int:
