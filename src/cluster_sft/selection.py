@@ -92,7 +92,6 @@ def run(
     subset = select(params, dataset=dataset, clusters=clusters, out=out)
     write_rows(out / "subset.jsonl", subset, dataset, scratch=scratch)
     rows, n = len(subset), read_json(out / SUMMARY)["n"]
-    print(f"select {params.strategy}: {rows:,} of {n:,} rows ({rows / n:.1%})", file=sys.stderr)
 
 
 def select(
@@ -113,11 +112,16 @@ def select(
     sizes = np.bincount(pool.label_N, minlength=k)
     selected = np.bincount(pool.label_N[chosen], minlength=k)
     weights = _weights(strategy, sizes, selected)
-    subset = _subset(read_table(leaf, name, ["id"])["id"], pool, chosen, np.nan_to_num(weights))
+    subset = _subset(read_table(leaf, name, ["id"])["id"], pool, chosen, weights)
     write_table(out, "subset.parquet", subset)
     summary = _summary(params, sizes, selected, weights, subset, budget)
     summary["displaced_share"] = _displaced_share(subset, clusters)
     write_json(out / SUMMARY, summary)
+    print(
+        f"select {params.strategy}: {len(subset):,} of {n_rows:,} rows "
+        f"({summary['data_share']:.1%})",
+        file=sys.stderr,
+    )
     return subset
 
 
