@@ -92,6 +92,7 @@ def run(
     subset = select(params, dataset=dataset, clusters=clusters, out=out)
     write_rows(out / "subset.jsonl", subset, dataset, scratch=scratch)
     rows, n = len(subset), read_json(out / SUMMARY)["n"]
+    print(f"select {params.strategy}: {rows:,} of {n:,} rows ({rows / n:.1%})", file=sys.stderr)
 
 
 def select(
@@ -117,11 +118,6 @@ def select(
     summary = _summary(params, sizes, selected, weights, subset, budget)
     summary["displaced_share"] = _displaced_share(subset, clusters)
     write_json(out / SUMMARY, summary)
-    print(
-        f"select {params.strategy}: {len(subset):,} of {n_rows:,} rows "
-        f"({summary['data_share']:.1%})",
-        file=sys.stderr,
-    )
     return subset
 
 
