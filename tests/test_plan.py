@@ -259,7 +259,7 @@ def test_unknown_strategy_is_refused_before_any_work(raw):
 
 @pytest.mark.parametrize("source", ["data", ""])
 def test_folder_as_source_is_refused_before_any_work(raw, source):
-    with pytest.raises(UserError, match="data.source must name a file"):
+    with pytest.raises(UserError, match=r"data\.source must name a file"):
         plan.target(replace(raw, "data.source", source))
 
 

@@ -21,7 +21,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from ruamel.yaml import YAML
@@ -33,12 +32,21 @@ TOKEN = re.compile(r"[A-Za-z0-9.-]+")
 
 
 def _token(value: str) -> str:
-    if not TOKEN.fullmatch(value):
-        raise ValueError("must match [A-Za-z0-9.-]+, since it becomes part of a path")
+    if not TOKEN.fullmatch(value) or value.startswith("."):  # "." and ".." are other folders
+        raise ValueError(
+            "must match [A-Za-z0-9.-]+ and not start with a dot, since it becomes part of a path"
+        )
+    return value
+
+
+def _distinct(value: list[str]) -> list[str]:
+    if len(set(value)) < len(value):
+        raise ValueError("must name nothing twice")
     return value
 
 
 Token = Annotated[str, AfterValidator(_token)]
+Distinct = Annotated[list[Token], AfterValidator(_distinct)]
 Dtype = Literal["fp32", "bf16"]
 Ranking = Literal["peripheral", "core", "random"]
 
@@ -98,14 +106,7 @@ class SelectRule(Section):
 class Select(SelectRule):
     """The `select` section: a rule and the strategies that run under its budget."""
 
-    strategies: Annotated[list[Token], Field(min_length=1)] = ["cluster", "random"]
-
-    @field_validator("strategies")
-    @classmethod
-    def _distinct(cls, value: list[str]) -> list[str]:
-        if len(set(value)) < len(value):
-            raise ValueError("must not name a strategy twice")
-        return value
+    strategies: Annotated[Distinct, Field(min_length=1)] = ["cluster", "random"]
 
 
 class Train(Section):
@@ -151,7 +152,7 @@ class EvaluateRule(Section):
 class Evaluate(EvaluateRule):
     """The `evaluate` section: each suite is a folder of data/suites/."""
 
-    suites: list[Token] = ["heldout"]
+    suites: Annotated[Distinct, Field(min_length=1)] = ["heldout"]
 
 
 class Launch(Section):

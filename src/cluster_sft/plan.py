@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster_sft import strategies
 from cluster_sft.errors import UserError
 from cluster_sft.nodes import Node, Planner, make_node
 from cluster_sft.params import TOKEN, Section, typed
@@ -44,7 +45,10 @@ def points(raw: Mapping[str, Any]) -> list[Point]:
     found: list[Point] = []
     seen: set[str] = set()
     planners = [(axes, Planner(at)) for axes, at in _grid(raw, sweep)]
-    for strategy in [BASE, *planners[0][1].params.select.strategies]:
+    named = planners[0][1].params.select.strategies
+    for name in named:
+        strategies.get(name)  # `base` is no strategy: it is in every report
+    for strategy in [BASE, *named]:
         for axes, planner in planners:
             point = _point(planner, strategy, axes)
             mark = point.nodes["train"].key if "train" in point.nodes else BASE
