@@ -149,13 +149,11 @@ def test_engines_snakemake_runs_what_is_downstream_and_dvc_keeps_it(made, tmp_pa
 def test_engines_sweep_shares_upstream_and_reports_every_point(made, tmp_path):
     project = made.copy(tmp_path / "p")
     (project.root / "sweeps").mkdir(exist_ok=True)
-    sweep = project.root / "sweeps/seeds.yaml"
+    sweep = project.root / "sweeps/two seeds.yaml"
     sweep.write_text("study: seeds\nsweep: {train.seed: [0, 1]}\nselect: {strategies: [random]}\n")
-    files = ("--configfile", "params.yaml", "sweeps/seeds.yaml")
+    files = ("--configfile", "params.yaml", "sweeps/two seeds.yaml")
     done = project.snakemake(*files)
-    assert done == Counter({"computed train": 1, "computed evaluate": 1, "computed report": 1}) or (
-        done == Counter({"computed train": 1, "computed evaluate": 1, "computed studies": 1})
-    )
+    assert done == Counter({"computed train": 1, "computed evaluate": 1, "computed studies": 1})
     table = (project.root / "results/tiny/studies/seeds/summary.csv").read_text()
     assert [line.split(",")[:3] for line in table.splitlines()[1:]] == [
         ["base", "", ""],

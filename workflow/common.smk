@@ -1,5 +1,6 @@
 """The plan of the parameter files that Snakemake was given, and what rules ask of it."""
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -56,4 +57,4 @@ def upstream(stage):
 
 def files(wildcards):
     """Return the parameter files as the command line takes them."""
-    return " ".join(map(str, PARAMS))
+    return shlex.join(map(str, PARAMS))
