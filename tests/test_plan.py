@@ -273,6 +273,12 @@ def test_stratified_batch_smaller_than_k_is_refused_before_any_work(raw):
         plan.target(replace(raw, "cluster.k", 32))
 
 
+def test_stratified_batches_of_a_strategy_without_clusters_are_refused(raw):
+    over = replace(replace(raw, "select.strategies", ["full"]), "train.batches", "stratified")
+    with pytest.raises(UserError, match=r"stratified needs clusters, which strategy 'full' ignores"):
+        plan.target(over)
+
+
 def test_auto_equals_the_strategys_own_preset(raw):
     explicit = replace(replace(raw, "train.weights", "cluster"), "train.batches", "stratified")
     keys = [plan.Planner(r).node("train", "cluster").key for r in (raw, explicit)]

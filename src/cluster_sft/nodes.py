@@ -163,9 +163,18 @@ class Planner:
 
 
 def resolve_training(params: Section, strategy: str) -> TrainParams:
-    """Return training's parameters with `auto` replaced by the strategy's preset."""
+    """Return training's parameters with `auto` replaced by the strategy's preset.
+
+    Raises:
+        UserError: stratified batches of rows whose strategy knows no clusters.
+    """
     assert isinstance(params, TrainParams)
     preset = strategies.get(strategy)
+    if params.batches == "stratified" and "cluster" in preset.ignores:
+        raise UserError(
+            f"train.batches: stratified needs clusters, which strategy {strategy!r} ignores; set it "
+            f"to auto, or take {strategy!r} out of select.strategies"
+        )
     auto = {n: getattr(preset, n) for n in ("weights", "batches") if getattr(params, n) == "auto"}
     return params.model_copy(update={**auto, "strategy": strategy})
 
