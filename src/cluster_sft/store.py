@@ -44,7 +44,7 @@ def make(node: Node, compute: Compute, *, workspace: bool = True) -> str:
         UserError: an upstream leaf is missing or damaged, the disk is full, or the stage's own.
     """
     leaf = Path(node.leaf)
-    inputs = {role: input_digest(parent, role) for role, parent in node.inputs.items()}
+    inputs = {role: input_digest(parent) for role, parent in node.inputs.items()}
     with disk.user_errors(leaf):
         if is_whole(leaf, node.key, inputs):
             _renew_stamp(leaf, node.key)
@@ -111,7 +111,7 @@ def _check_unchanged(node: Node, files: dict[str, str]) -> None:
         )
 
 
-def input_digest(node: Node, role: str = "input") -> str:
+def input_digest(node: Node) -> str:
     """Return the digest of an upstream leaf's payload, after checking that it is whole.
 
     Raises:
@@ -119,12 +119,12 @@ def input_digest(node: Node, role: str = "input") -> str:
     """
     leaf = Path(node.leaf)
     if not (leaf / MANIFEST).is_file():
-        raise UserError(f"{leaf}: the {role} is not there; make it first: cluster-sft run {leaf}")
+        raise UserError(f"{leaf}: not there, but needed; make it first: cluster-sft run {leaf}")
     manifest = read_json(leaf / MANIFEST)
     if (found := _key_of(leaf)) != node.key:
         raise UserError(
-            f"{leaf}: the {role} was made with other parameters, data or code (key "
-            f"{found[:12]}, wanted {node.key[:12]}); cluster-sft run {leaf}"
+            f"{leaf}: made with other parameters, data or code (key "
+            f"{found[:12]}, wanted {node.key[:12]}); make it anew: cluster-sft run {leaf}"
         )
     if fault := damage(leaf, manifest):
         raise UserError(f"{leaf}: {fault}; remove the folder and run it again: it is made anew")
