@@ -67,6 +67,13 @@ def test_axes_carry_units(usual):
     assert "Rows" in _texts(usual["rows"])
 
 
+def test_few_optimizer_steps_are_marked_by_whole_numbers(workspace):
+    words = _texts(_draw([workspace.point("cluster", sizes=(30, 24, 20, 12))])["loss"])
+    ticks = words[: words.index("Optimizer step")]
+    assert ticks
+    assert all(tick.isdecimal() for tick in ticks), ticks
+
+
 def test_metric_that_a_point_lacks_is_said_to_be_not_run(workspace):
     skip = ("evalplus-small",)
     drawn = _draw([workspace.point("base"), workspace.point("cluster", skip=skip)])

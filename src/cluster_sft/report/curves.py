@@ -43,6 +43,7 @@ def draw_loss(results: Results) -> str:
         axes.plot(steps, smooth, color=colour, linewidth=1.9)
         ends.append((float(steps[-1]), float(smooth[-1]), label(group, names), colour))
     axes.set_xlabel("Optimizer step" if equal else "Optimizer steps done, %")
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylabel("Training loss, nats per token")
     axes.margins(x=0.01)
     axes.set_ylim(axes.get_ylim())
