@@ -61,6 +61,43 @@ def test_make_another_key_keeps_the_old_result_and_restores_it():
     assert store.make(new, forbidden) == "restored"
 
 
+def test_leaf_that_another_tool_removed_is_restored_without_computing():
+    import shutil
+
+    store.make(node(), writer("1"))
+    shutil.rmtree("results/n/cluster")  # as `dvc checkout` does with what its lock does not name
+    assert store.make(node(), forbidden) == "restored"
+    assert read() == "1"
+
+
+def test_kept_result_takes_no_space_of_its_own():
+    store.make(node(), writer("1"))
+    assert Path("results/n/cluster/c/payload").samefile(Path("work/kept") / ("a" * 64) / "payload")
+
+
+def test_note_that_a_user_put_into_a_leaf_is_kept_when_its_place_is_taken():
+    store.make(node(), writer("1"))
+    Path("results/n/cluster/c/notes.txt").write_text("mine")
+    store.make(node("b" * 64), writer("2"))
+    assert [p.read_text() for p in Path("work/kept").rglob("notes.txt")] == ["mine"]
+
+
+def test_result_altered_through_its_leaf_is_not_restored_from_the_shelf():
+    store.make(node(), writer("12345"))
+    Path("results/n/cluster/c/payload").write_text("12346")  # the same file as on the shelf
+    assert store.make(node(), writer("12345")) == "computed"
+    assert read() == "12345"
+
+
+def test_fresh_computes_again_and_its_result_is_the_one_restored():
+    store.make(node(), writer("1"))
+    assert store.make(node(), writer("2"), fresh=True) == "computed"
+    store.make(node("b" * 64), writer("other"))
+    assert store.make(node(), forbidden) == "restored"
+    assert read() == "2"
+    assert sorted(p.read_text() for p in Path("work/kept").rglob("payload")) == ["1", "2", "other"]
+
+
 def test_make_at_another_leaf_with_equal_key_links_instead_of_computing():
     store.make(node(), writer("1"))
     assert store.make(node(leaf="results/n/cluster/d"), forbidden) == "restored"
@@ -103,8 +140,11 @@ def test_killed_compute_keeps_scratch_and_the_next_run_finds_it():
     assert not (Path("work") / ("a" * 64)).exists()
 
 
-@pytest.mark.parametrize("harm", ["truncate", "alter", "remove"])
-def test_damaged_upstream_is_refused_and_made_anew_when_asked(harm):
+@pytest.mark.parametrize(
+    ("harm", "outcome"),
+    [("truncate", "computed"), ("alter", "computed"), ("remove", "restored")],
+)
+def test_damaged_upstream_is_refused_and_made_anew_when_asked(harm, outcome):
     store.make(node(), writer("12345"))
     path = Path("results/n/cluster/c/payload")
     {
@@ -115,7 +155,7 @@ def test_damaged_upstream_is_refused_and_made_anew_when_asked(harm):
     below = replace(node("c" * 64, "results/n/select/s"), inputs={"clusters": node()})
     with pytest.raises(UserError, match=r"payload (was truncated or altered|is missing)"):
         store.make(below, forbidden)
-    assert store.make(node(), writer("12345")) == "computed"
+    assert store.make(node(), writer("12345")) == outcome
     assert store.make(below, writer("x")) == "computed"
 
 
@@ -130,8 +170,7 @@ def test_result_made_of_other_inputs_is_not_reused():
     store.make(node(), writer("1"))
     below = replace(node("c" * 64, "results/n/select/s"), inputs={"clusters": node()})
     store.make(below, writer("of 1"))
-    Path("results/n/cluster/c/manifest.json").unlink()
-    store.make(node(), writer("2"))
+    store.make(node(), writer("2"), fresh=True)
     assert store.make(below, writer("of 2")) == "computed"
 
 
@@ -254,7 +293,7 @@ def test_result_that_another_process_finished_meanwhile_is_reused(monkeypatch):
 
     monkeypatch.setattr(store, "claimed", slow)
     assert store.make(node(), forbidden) == "reused"
-    assert read() == "theirs" and not Path("work/kept").exists()
+    assert read() == "theirs" and os.listdir("work/kept") == ["a" * 64]
 
 
 def test_failed_stage_of_its_own_leaves_nothing_beside_out():

@@ -91,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="make one leaf of params.yaml hold its result")
     run.add_argument("leaf", help="a path that `cluster-sft ls` lists")
     run.add_argument("--expect", metavar="KEY", help="refuse to work if the key is another")
+    run.add_argument("--fresh", action="store_true", help="compute again; the old result is kept")
     _add_files(run)
     _add_launch(run)
     run.set_defaults(handler=_run)
@@ -181,7 +182,8 @@ def _run(arguments: argparse.Namespace) -> None:
         )
     with disk.user_errors(store.WORK):
         store.WORK.mkdir(exist_ok=True)
-    _make(node, _launch(arguments, typed_launch(raw)), workspace=True)
+    launch = _launch(arguments, typed_launch(raw))
+    _make(node, launch, workspace=True, fresh=arguments.fresh)
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -201,9 +203,9 @@ def typed_launch(raw: Mapping[str, Any]) -> Launch:
     return Launch.model_validate(raw["launch"])
 
 
-def _make(node: Node, launch: Launch, *, workspace: bool) -> None:
+def _make(node: Node, launch: Launch, *, workspace: bool, fresh: bool = False) -> None:
     start = time.monotonic()
-    outcome = store.make(node, compute_with(launch), workspace=workspace)
+    outcome = store.make(node, compute_with(launch), workspace=workspace, fresh=fresh)
     store.say(f"{outcome:>8} {node.leaf}  {node.key[:12]}  {time.monotonic() - start:.1f} s")
 
 

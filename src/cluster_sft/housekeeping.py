@@ -10,8 +10,9 @@ from typing import Any
 from cluster_sft import plan
 from cluster_sft.claims import is_claimed
 from cluster_sft.params import typed
+from cluster_sft.shelf import KEPT
 from cluster_sft.stages import ROOT
-from cluster_sft.store import KEPT, WORK, leaf_key, leaves, say, size_of
+from cluster_sft.store import WORK, leaf_key, leaves, say, size_of
 
 
 def show(raw: Mapping[str, Any]) -> None:
@@ -58,7 +59,8 @@ def _surplus(raw: Mapping[str, Any], wanted: set[str]) -> list[tuple[str, Path]]
     """Return what params.yaml does not ask for: (orphan, kept or scratch; folder)."""
     results = Path(ROOT, typed(raw).name)
     found = [("orphan", leaf) for leaf in leaves(results) if str(leaf) not in wanted]
-    found += [("kept", p) for p in sorted(KEPT.glob("*"))]
+    current = {leaf_key(Path(leaf)) for leaf in wanted}  # on the shelf these are but second names
+    found += [("kept", p) for p in sorted(KEPT.glob("*")) if p.name not in current]
     scratch = [*(results / ".partial").glob("*"), *(p for p in WORK.glob("*") if len(p.name) == 64)]
     return found + [("scratch", p) for p in sorted(scratch) if not is_claimed(WORK / p.name)]
 

@@ -1,21 +1,20 @@
 """Make a leaf hold the result of its node: reuse, restore, or compute beside and swap in.
 
-No result is ever overwritten: what a leaf held before moves to `work/kept/<its key>`, and going
-back to an old value moves it back. A leaf is complete if and only if its manifest exists, which is
+No result is ever overwritten: each has a second name on the shelf (see shelf.py), from where going
+back to an old value restores it. A leaf is complete if and only if its manifest exists, which is
 written after the payload; a leaf is *whole* if its payload has the digests of the manifest.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster_sft import disk
+from cluster_sft import disk, shelf
 from cluster_sft.artifacts import MANIFEST, read_json, write_json
 from cluster_sft.claims import claimed
 from cluster_sft.digests import digest, file_digest
@@ -25,13 +24,12 @@ from cluster_sft.params import Section
 from cluster_sft.stages import ROOT
 
 WORK = Path("work")
-KEPT = WORK / "kept"
 SCHEMA = 1
 
 Compute = Callable[[Node, Path, Path], None]  # (node, out, scratch)
 
 
-def make(node: Node, compute: Compute, *, workspace: bool = True) -> str:
+def make(node: Node, compute: Compute, *, workspace: bool = True, fresh: bool = False) -> str:
     """Make `node.leaf` hold the node's result; return reused, restored or computed.
 
     Args:
@@ -39,6 +37,7 @@ def make(node: Node, compute: Compute, *, workspace: bool = True) -> str:
         compute: writes the payload into the empty folder `out`; `scratch` survives a kill.
         workspace: whether kept results and leaves of equal key elsewhere are looked for; False for
             a stage that runs on its own with an `--out` of any kind.
+        fresh: compute even if the result exists; that one is set aside.
 
     Raises:
         UserError: an upstream leaf is missing or damaged, the disk is full, or the stage's own.
@@ -46,17 +45,19 @@ def make(node: Node, compute: Compute, *, workspace: bool = True) -> str:
     leaf = Path(node.leaf)
     inputs = {role: input_digest(parent) for role, parent in node.inputs.items()}
     with disk.user_errors(leaf):
-        if is_whole(leaf, node.key, inputs):
+        if not fresh and is_whole(leaf, node.key, inputs):
             _renew_stamp(leaf, node.key)
+            if workspace:
+                shelf.keep(leaf, node.key)
             return "reused"
         if not workspace:
             _check_free(leaf)
     partial = _partial(leaf, node.key)
     home = WORK / node.key if workspace else partial.with_suffix(".scratch")
     with disk.user_errors(leaf), disk.no_new_folders(leaf), claimed(home) as scratch:
-        if is_whole(leaf, node.key, inputs):  # made by another process since the look above
+        if not fresh and is_whole(leaf, node.key, inputs):  # made by another process meanwhile
             outcome = "reused"
-        elif _restore(node, leaf, partial, inputs, workspace):
+        elif not fresh and _restore(node, leaf, partial, inputs, workspace):
             outcome = "restored"
             _swap_in(partial, leaf)
         else:
@@ -68,6 +69,8 @@ def make(node: Node, compute: Compute, *, workspace: bool = True) -> str:
                     disk.empty(scratch)
                 raise
             _swap_in(partial, leaf)
+        if workspace:
+            shelf.keep(leaf, node.key, instead=fresh)
         shutil.rmtree(scratch, ignore_errors=True)
     return outcome
 
@@ -247,37 +250,22 @@ def _restore(
         return True
     if not workspace:
         return False
-    kept = KEPT / node.key
-    if is_whole(kept, node.key, inputs):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(kept, partial)
+    if is_whole(shelf.KEPT / node.key, node.key, inputs):
+        shelf.take(node.key, partial)
         return True
     for stamp in Path(*leaf.parts[:3]).rglob(stamp_name(node.key)):
         if stamp.parent != leaf and is_whole(stamp.parent, node.key, inputs):
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(stamp.parent, partial, copy_function=_link_or_copy)
+            shelf.copy(stamp.parent, partial)
             return True
     return False
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
 def _swap_in(partial: Path, leaf: Path) -> None:
-    """Rename the finished result to its leaf; what is there moves to `work/kept`."""
+    """Rename the finished result to its leaf; what is there is set aside."""
     if leaf.is_dir() and not any(leaf.iterdir()):
         leaf.rmdir()
     if leaf.exists():
-        shelf = KEPT / (leaf_key(leaf) or f"unknown-{digest(str(leaf))[:8]}")
-        while shelf.exists():
-            shelf = shelf.with_name(shelf.name + "+")
-        KEPT.mkdir(parents=True, exist_ok=True)
-        shutil.move(leaf, shelf)
+        shelf.set_aside(leaf, leaf_key(leaf), digests=CACHE)
     leaf.parent.mkdir(parents=True, exist_ok=True)
     partial.rename(leaf)
     if partial.parent.name == ".partial" and not any(partial.parent.iterdir()):

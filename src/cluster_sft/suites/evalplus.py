@@ -66,7 +66,7 @@ def run(evaluation: Evaluation) -> Scores:
             reason="model-written code may not run; set evaluate.allow_code_execution: true"
         )
     if fault := sandbox.probe():
-        return Scores(reason=f"no sandbox ({fault})")
+        return Scores(reason=f"no sandbox ({fault}); where there is one: cluster-sft run LEAF --fresh")
     from cluster_sft.generation import generate
     from cluster_sft.models import load_tokenizer
     from cluster_sft.rendering import stop_tokens
