@@ -81,10 +81,8 @@ def test_code_suite_without_a_sandbox_is_not_run_and_says_why(dataset, tmp_path,
     found = run(
         SUITES / "evalplus-small", dataset, "none", tmp_path / "out", allow_code_execution=True
     )
-    assert (found["status"], found["reason"]) == (
-        "not run",
-        "no sandbox (unshare: Operation not permitted)",
-    )
+    assert found["status"] == "not run"
+    assert found["reason"].startswith("no sandbox (unshare: Operation not permitted); where there")
 
 
 def test_code_suite_scores_what_the_model_writes(dataset, tiny_model_dir, tmp_path, monkeypatch):
