@@ -275,7 +275,7 @@ def test_stratified_batch_smaller_than_k_is_refused_before_any_work(raw):
 
 def test_stratified_batches_of_a_strategy_without_clusters_are_refused(raw):
     over = replace(replace(raw, "select.strategies", ["full"]), "train.batches", "stratified")
-    with pytest.raises(UserError, match=r"stratified needs clusters, which strategy 'full' ignores"):
+    with pytest.raises(UserError, match=r"needs clusters, which strategy 'full' ignores"):
         plan.target(over)
 
 

@@ -172,8 +172,8 @@ def resolve_training(params: Section, strategy: str) -> TrainParams:
     preset = strategies.get(strategy)
     if params.batches == "stratified" and "cluster" in preset.ignores:
         raise UserError(
-            f"train.batches: stratified needs clusters, which strategy {strategy!r} ignores; set it "
-            f"to auto, or take {strategy!r} out of select.strategies"
+            f"train.batches: stratified needs clusters, which strategy {strategy!r} ignores; set "
+            f"it to auto, or take {strategy!r} out of select.strategies"
         )
     auto = {n: getattr(preset, n) for n in ("weights", "batches") if getattr(params, n) == "auto"}
     return params.model_copy(update={**auto, "strategy": strategy})

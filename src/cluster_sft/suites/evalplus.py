@@ -66,7 +66,8 @@ def run(evaluation: Evaluation) -> Scores:
             reason="model-written code may not run; set evaluate.allow_code_execution: true"
         )
     if fault := sandbox.probe():
-        return Scores(reason=f"no sandbox ({fault}); where there is one: cluster-sft run LEAF --fresh")
+        remedy = "where there is one: cluster-sft run LEAF --fresh"
+        return Scores(reason=f"no sandbox ({fault}); {remedy}")
     from cluster_sft.generation import generate
     from cluster_sft.models import load_tokenizer
     from cluster_sft.rendering import stop_tokens
