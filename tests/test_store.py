@@ -337,3 +337,18 @@ def test_full_disk_is_one_line_and_leaves_the_old_result(workspace, kind):
     finally:
         subprocess.run(["umount", "results/n/.partial"], check=True)
     assert read() == "old"
+
+
+def test_disk_full_to_the_last_byte_leaves_nothing_beside_out(workspace):
+    Path("small").mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", "small"], capture_output=True
+    ).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        Path("small/full").write_bytes(bytes(8192))
+        with pytest.raises(UserError, match="the disk is full"):
+            store.make(node(leaf="small/out"), forbidden, workspace=False)
+        assert os.listdir("small") == ["full"]
+    finally:
+        subprocess.run(["umount", "small"], check=True)

@@ -38,10 +38,10 @@ def claimed(scratch: Path) -> Iterator[Path]:
                 )
             if not _stands_at(file, scratch / HOLDER):
                 continue  # its last holder finished, and removed the folder, as we came
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
             try:
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
                 yield scratch
             finally:
                 if scratch.is_dir() and os.listdir(scratch) == [HOLDER]:
