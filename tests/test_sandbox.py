@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import uuid
@@ -318,21 +319,28 @@ def test_jail_that_breaks_is_unavailable_and_says_so(tmp_path, monkeypatch):
         run("print()")
 
 
-def test_ordinary_user_is_isolated_too(tmp_path):
+@pytest.fixture
+def public_folder():
+    """A folder that every user can enter, unlike pytest's own."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def test_ordinary_user_is_isolated_too(public_folder):
     if os.geteuid() != 0 or not os.access("/usr/bin/python3", os.X_OK):
         pytest.skip("needs root and a system Python to become another user with")
-    source = tmp_path / "cluster_sft"
+    source = public_folder / "cluster_sft"
     source.mkdir()
     for name in ("_jail.py", "sandbox.py"):
         (source / name).write_bytes((Path(sandbox.__file__).parent / name).read_bytes())
     (source / "__init__.py").touch()
-    for folder in (source, *tmp_path.parents[:2], tmp_path):
-        folder.chmod(0o755)
+    source.chmod(0o755)
     # The probe tries to write beside sandbox.py: its owner could, were it not mounted read-only.
     os.chown(source, 12345, 12345)
     done = subprocess.run(
         ["/usr/bin/python3", "-c", "from cluster_sft import sandbox; print(sandbox.probe())"],
-        env={"PYTHONPATH": str(tmp_path), "HOME": "/nonexistent"},
+        env={"PYTHONPATH": str(public_folder), "HOME": "/nonexistent"},
         user=12345,
         group=12345,
         extra_groups=[],
