@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -191,7 +191,19 @@ def work(run: Callable[[dict[str, Any]], None]) -> None:
         beside = path.with_name(f"{ERROR}.{os.getpid()}")
         beside.write_text(json.dumps({"message": str(error)}))
         beside.replace(path.with_name(ERROR))
-        sys.exit(USER_ERROR_STATUS)
+        _leave(USER_ERROR_STATUS)
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process without the interpreter's teardown.
+
+    All results are written by then, and a teardown of communication threads may never end: one of
+    four workers once stood still there until the launcher was killed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _watch(parent: Mapping[str, Any]) -> None:

@@ -112,7 +112,6 @@ def worker(job: dict[str, Any]) -> None:
             "launch.micro_batch or launch.batch_tokens, or set launch.gradient_checkpointing: true"
         ) from error
     accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 def _open_session(job: dict[str, Any], accelerator: Accelerator) -> Session:
