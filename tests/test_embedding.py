@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster_sft import embedding, models, token_batches
+from cluster_sft import embedding, inference, models, token_batches
 from cluster_sft.artifacts import read_embeddings, read_json, read_table, write_table
 from cluster_sft.errors import UserError
 from cluster_sft.params import EmbedParams, Launch
@@ -157,7 +157,7 @@ def test_embed_killed_run_resumes_and_ends_with_the_same_bits(
 def test_embed_complete_forward_gives_what_the_short_way_gives(
     embedded, tiny_model_dir, tiny_dataset, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(embedding, "head_is_exact", lambda *_, **__: False)
+    monkeypatch.setattr(inference, "head_is_exact", lambda *_, **__: False)
     out = embed(tiny_model_dir, tiny_dataset, tmp_path)
     assert "LlamaForCausalLM: its logits are not head(h)" in capsys.readouterr().err
     assert not read_json(out / "summary.json")["exact_head"]

@@ -11,12 +11,8 @@ Legend: N rows, H hidden size, B rows of a batch.
 from __future__ import annotations
 
 import os
-import resource
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,37 +20,17 @@ import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
-from torch.nn import functional
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from cluster_sft import launching, models
-from cluster_sft.artifacts import (
-    SUMMARY,
-    read_json,
-    read_table,
-    write_json,
-    write_table,
-)
+from cluster_sft import inference, launching, models
+from cluster_sft.artifacts import SUMMARY, read_table, write_json, write_table
 from cluster_sft.errors import UserError
-from cluster_sft.heads import head_is_exact
-from cluster_sft.partial_results import Results, Writer
-from cluster_sft.proxy import proxies_at, unknown_head
-from cluster_sft.token_batches import (
-    OFFSETS,
-    Batch,
-    BatchPlan,
-    TokenStore,
-    build_batch,
-    open_tokens,
-    pack_tokens,
-    plan_batches,
-)
+from cluster_sft.partial_results import Results
+from cluster_sft.proxy import proxies_at
+from cluster_sft.token_batches import OFFSETS, Batch, open_tokens, pack_tokens, plan_batches
 
 if TYPE_CHECKING:
     from cluster_sft.params import EmbedParams, Launch
-
-AHEAD = 2  # batches built before, and written after, the one that the model runs
 
 
 def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch: Launch) -> None:
@@ -78,16 +54,32 @@ def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch:
     if not (scratch / OFFSETS).is_file():
         pack_tokens(dataset / "dataset.parquet", scratch)
     model = str(models.local_path(params.model))
-    results = Results.create(scratch, rows=len(ids), width=models.head_width(model))
+    arrays = {
+        "embeddings": ((len(ids), models.head_width(model)), np.float16),
+        "n_tokens": ((len(ids),), np.int32),
+        "nll": ((len(ids),), np.float32),
+        "norm": ((len(ids),), np.float32),
+    }
+    results = Results.create(scratch, arrays)
     lengths = open_tokens(scratch).lengths
     resumed = int(lengths[results.done.astype(bool)].sum())
     job = {
+        "label": "embed",
         "model": model,
         "dtype": params.dtype,
+        "arrays": list(arrays),
         "scratch": str(scratch),
+        "tokens": str(scratch),
         "batch_tokens": launch.batch_tokens,
     }
-    _compute(job, launch, results, lengths)
+    inference.run_workers(
+        "cluster_sft.embedding",
+        job,
+        work,
+        launch=launch,
+        total=int(lengths.sum()),
+        done=lambda: int(lengths[results.done.astype(bool)].sum()),
+    )
     assert results.done.all(), "a batch was given to no process"
     facts = {
         "tokens": int(lengths.sum()),
@@ -96,109 +88,14 @@ def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch:
         "seconds": (seconds := time.perf_counter() - started),
         "tokens_per_second": (int(lengths.sum()) - resumed) / seconds,
         "resumed_tokens": resumed,
-        **_worker_facts(scratch, launch.processes),
+        **inference.worker_facts(scratch, launch.processes),
     }
     _finish(results, ids, out, facts)
 
 
-def _compute(job: dict[str, Any], launch: Launch, results: Results, lengths: np.ndarray) -> None:
-    """Run the job's batches, here or in worker processes, under a progress bar."""
-    use_gpu = launching.use_gpus(launch.processes)
-    with tqdm(total=int(lengths.sum()), desc="embed", unit="tok", unit_scale=True) as bar:
-
-        def show() -> None:
-            bar.update(int(lengths[results.done.astype(bool)].sum()) - bar.n)
-
-        show()
-        bar.initial = bar.n
-        if launch.processes > 1:
-            launching.launch(
-                "cluster_sft.embedding",
-                job,
-                processes=launch.processes,
-                threads=launch.threads,
-                use_gpu=use_gpu,
-                scratch=Path(job["scratch"]),
-                on_poll=show,
-            )
-            return
-        threads = torch.get_num_threads()
-        torch.set_num_threads(launch.threads or threads)
-        try:
-            work({**job, "processes": 1}, rank=0, on_flush=show)
-        finally:
-            torch.set_num_threads(threads)
-
-
 def work(job: dict[str, Any], *, rank: int, on_flush: Callable[[], None] = lambda: None) -> None:
-    """Compute every unfinished batch whose number is `rank` modulo the job's processes."""
-    scratch = Path(job["scratch"])
-    store, results = open_tokens(scratch), Results.open(scratch)
-    plan = plan_batches(store.lengths, job["batch_tokens"])
-    mine = [
-        rows
-        for batch in range(rank, len(plan), job["processes"])
-        if not results.done[rows := plan.rows(batch)].all()
-    ]
-    exact = True
-    if mine:
-        device = models.pick_device("auto", rank=rank)
-        _use(device)
-        model = models.load_model(job["model"], dtype=job["dtype"], device=device)
-        try:
-            exact = _check_head(model, store, plan)
-            _embed(model, store, mine, Writer(results, on_flush), exact_head=exact)
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"embed: {device} is out of memory; lower launch.batch_tokens, which is "
-                f"{job['batch_tokens']}"
-            ) from error
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    facts = {"peak_memory_bytes": peak, "exact_head": exact}
-    if not exact:
-        facts["line"] = unknown_head(model)
-    write_json(scratch / f"worker-{rank}.json", facts)
-
-
-@torch.inference_mode()
-def _embed(
-    model: PreTrainedModel,
-    store: TokenStore,
-    batches: Sequence[np.ndarray],
-    writer: Writer,
-    *,
-    exact_head: bool,
-) -> None:
-    """Run the model over batches while one thread builds the next and another writes the last."""
-    on_gpu = model.device.type == "cuda"
-
-    def read(rows: np.ndarray) -> Batch:
-        batch = build_batch(store, rows)
-        return batch.pin() if on_gpu else batch
-
-    def thread() -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, initializer=_use, initargs=(model.device,))
-
-    with thread() as reader, thread() as writing:
-        ahead = deque(reader.submit(read, rows) for rows in batches[:AHEAD])
-        behind: deque[Future[None]] = deque()
-        for i in range(len(batches)):
-            batch = ahead.popleft().result()
-            if i + AHEAD < len(batches):
-                ahead.append(reader.submit(read, batches[i + AHEAD]))
-            outputs = _outputs(model, batch.to(model.device), exact_head=exact_head)
-            behind.append(writing.submit(writer.write, batch.rows, *_to_host(outputs)))
-            if len(behind) > AHEAD:
-                behind.popleft().result()
-        for future in behind:
-            future.result()
-        writer.flush()
-
-
-def _use(device: torch.device) -> None:
-    """Make a GPU the calling thread's own, for events, page-locked memory and contexts."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    """Embed every unfinished batch that is this rank's."""
+    inference.compute(job, _outputs, rank=rank, on_flush=on_flush)
 
 
 def _outputs(model: PreTrainedModel, batch: Batch, *, exact_head: bool) -> tuple[Tensor, ...]:
@@ -221,51 +118,9 @@ def _outputs(model: PreTrainedModel, batch: Batch, *, exact_head: bool) -> tuple
     return unit.half(), proxy.n_tokens.int(), proxy.nll.float(), norm.float()
 
 
-def _to_host(outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Any]:
-    """Start copying to page-locked host memory; the event tells when it is there."""
-    if outputs[0].device.type != "cuda":
-        return outputs, None
-    hosts = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in outputs)
-    for host, x in zip(hosts, outputs, strict=True):
-        host.copy_(x, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return hosts, copied
-
-
-def _check_head(model: PreTrainedModel, store: TokenStore, plan: BatchPlan) -> bool:
-    """Compare the short way to log p with the complete forward on a row of median length."""
-    middle = len(plan.order) // 2
-    for row in np.concatenate([plan.order[middle:], plan.order[:middle]]):
-        batch = build_batch(store, np.asarray([row])).to(model.device)
-        if len(batch.positions):
-            # One token of padding, so that leaving the mask out is on trial as well.
-            pad = (0, 1)
-            return head_is_exact(
-                model,
-                functional.pad(batch.input_ids, pad),
-                functional.pad(batch.attention_mask, pad),
-                batch.positions,
-                batch.targets,
-                masked=False,
-            )
-    return True
-
-
-def _worker_facts(scratch: Path, processes: int) -> dict[str, Any]:
-    """Join what the workers reported; a head of an unknown kind is also said on stderr."""
-    reports = [read_json(scratch / f"worker-{rank}.json") for rank in range(processes)]
-    for line in sorted({report["line"] for report in reports if "line" in report}):
-        print(line, file=sys.stderr)
-    return {
-        "peak_memory_bytes": max(report["peak_memory_bytes"] for report in reports),
-        "exact_head": all(report["exact_head"] for report in reports),
-    }
-
-
 def _finish(results: Results, ids: pl.Series, out: Path, facts: dict[str, Any]) -> None:
     """Write the payload, without the rows whose proxy is not finite."""
-    finite = np.isfinite(results.norm) & np.isfinite(results.nll)
+    finite = np.isfinite(results["norm"]) & np.isfinite(results["nll"])
     kept = np.flatnonzero(finite)
     if not len(kept):
         raise UserError(
@@ -275,25 +130,25 @@ def _finish(results: Results, ids: pl.Series, out: Path, facts: dict[str, Any]) 
     samples = pl.DataFrame(
         {
             "id": ids,
-            "n_tokens": np.asarray(results.n_tokens),
-            "nll": np.asarray(results.nll),
-            "proxy_norm": np.asarray(results.norm),
+            "n_tokens": np.asarray(results["n_tokens"]),
+            "nll": np.asarray(results["nll"]),
+            "proxy_norm": np.asarray(results["norm"]),
         }
     ).filter(finite)
     write_table(out, "samples.parquet", samples)
     dropped = ids.filter(pl.Series(~finite)).to_list()
     summary = {
         "n": len(kept),
-        "hidden_size": results.embeddings.shape[1],
+        "hidden_size": results["embeddings"].shape[1],
         "dropped_non_finite": len(dropped),
         "dropped_ids": dropped,
-        "zero_rows": int((results.norm[kept] == 0).sum()),
-        "supervised_tokens": int(results.n_tokens[kept].sum(dtype=np.int64)),
+        "zero_rows": int((results["norm"][kept] == 0).sum()),
+        "supervised_tokens": int(results["n_tokens"][kept].sum(dtype=np.int64)),
         **facts,
     }
     write_json(out / SUMMARY, summary)
     # Last, since without its array the scratch folder cannot be resumed.
-    results.move_embeddings(kept, out / "embeddings.npy")
+    results.move("embeddings", kept, out / "embeddings.npy")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Partial results of stage embed: memory-mapped arrays that processes share and a kill survives.
+"""Partial results of N rows: memory-mapped arrays that processes share and a kill survives.
 
-Legend: N rows, H hidden size, B rows of a batch.
+Legend: N rows, B rows of a batch.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,67 +19,67 @@ from cluster_sft.artifacts import create_array
 
 FLUSH_SECONDS = 2.0
 COPY_ROWS = 4096
-ARRAYS: dict[str, tuple[int, type]] = {  # dimensions and dtype, in the order of a batch's outputs
-    "embeddings": (2, np.float16),
-    "n_tokens": (1, np.int32),
-    "nll": (1, np.float32),
-    "norm": (1, np.float32),
-    "done": (1, np.uint8),
-}
+DONE = "done"
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Partial results of N rows: memory-mapped arrays in the scratch folder, shared by processes.
+    """Arrays of N rows in a scratch folder, one file each, shared by processes.
 
     Attributes:
-        embeddings: (N, H) float16, unit rows.
-        n_tokens: (N,) int32.
-        nll: (N,) float32, nats per supervised token.
-        norm: (N,) float32, ||g(x)||.
+        arrays: by name, in the order of a batch's outputs.
         done: (N,) uint8, 1 once a row's results are on disk.
     """
 
     folder: Path
-    embeddings: np.memmap
-    n_tokens: np.memmap
-    nll: np.memmap
-    norm: np.memmap
+    arrays: dict[str, np.memmap]
     done: np.memmap
 
     @classmethod
-    def create(cls, folder: Path, *, rows: int, width: int) -> Results:
-        """Open the arrays of an earlier, interrupted run, or create them."""
-        if not all((folder / f"{name}.npy").is_file() for name in ARRAYS):
-            (folder / "done.npy").unlink(missing_ok=True)
-            for name, (ndim, dtype) in ARRAYS.items():
+    def create(cls, folder: Path, arrays: Mapping[str, tuple[tuple[int, ...], type]]) -> Results:
+        """Open the arrays of an earlier, interrupted run, or create them.
+
+        Args:
+            folder: where they are.
+            arrays: shape, rows first, and dtype of each, in the order of a batch's outputs.
+        """
+        rows = next(iter(arrays.values()))[0][0]
+        wanted = {**arrays, DONE: ((rows,), np.uint8)}
+        if not all((folder / f"{name}.npy").is_file() for name in wanted):
+            (folder / f"{DONE}.npy").unlink(missing_ok=True)
+            for name, (shape, dtype) in wanted.items():
                 target = folder / f"{name}.npy"
                 partial = target.with_suffix(".partial")
-                create_array(partial, (rows, width)[:ndim], dtype)
+                create_array(partial, shape, dtype)
                 partial.rename(target)
-        return cls.open(folder)
+        return cls.open(folder, list(arrays))
 
     @classmethod
-    def open(cls, folder: Path) -> Results:
+    def open(cls, folder: Path, names: Sequence[str]) -> Results:
         """Open the arrays for writing."""
-        return cls(folder, *(np.load(folder / f"{name}.npy", mmap_mode="r+") for name in ARRAYS))
+        arrays = {n: np.load(folder / f"{n}.npy", mmap_mode="r+") for n in (*names, DONE)}
+        return cls(folder, {n: arrays[n] for n in names}, arrays[DONE])
+
+    def __getitem__(self, name: str) -> np.memmap:
+        return self.arrays[name]
 
     def flush(self, rows: Sequence[np.ndarray]) -> None:
         """Bring all that was written to disk, and only then mark `rows` done."""
-        for array in (self.embeddings, self.n_tokens, self.nll, self.norm):
+        for array in self.arrays.values():
             array.flush()
         for some in rows:
             self.done[some] = 1
         self.done.flush()
 
-    def move_embeddings(self, kept: np.ndarray, target: Path) -> None:
-        """Make `target` the array of the rows at positions `kept`; moved if these are all."""
-        if len(kept) == len(self.embeddings):
-            shutil.move(self.folder / "embeddings.npy", target)
+    def move(self, name: str, kept: np.ndarray, target: Path) -> None:
+        """Make `target` the array's rows at positions `kept`; moved if these are all."""
+        source = self.arrays[name]
+        if len(kept) == len(source):
+            shutil.move(self.folder / f"{name}.npy", target)
             return
-        array = create_array(target, (len(kept), self.embeddings.shape[1]), np.float16)
+        array = create_array(target, (len(kept), *source.shape[1:]), source.dtype)
         for start in range(0, len(kept), COPY_ROWS):
-            array[start : start + COPY_ROWS] = self.embeddings[kept[start : start + COPY_ROWS]]
+            array[start : start + COPY_ROWS] = source[kept[start : start + COPY_ROWS]]
         array.flush()
 
 
@@ -98,8 +98,8 @@ class Writer:
         """Store one batch; `copied` is the CUDA event after which `outputs` are on the host."""
         if copied is not None:
             copied.synchronize()
-        for name, values in zip(ARRAYS, outputs, strict=False):
-            getattr(self.results, name)[rows] = values.numpy()
+        for array, values in zip(self.results.arrays.values(), outputs, strict=True):
+            array[rows] = values.numpy()
         self.unmarked.append(rows)
         if time.monotonic() - self.flushed >= FLUSH_SECONDS:
             self.flush()
