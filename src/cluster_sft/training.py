@@ -5,19 +5,18 @@ worker reads the same rows, makes the same batch plan and computes its share of 
 are averaged by DDP. What a step computes does not depend on the number of processes.
 
 Reads dataset.parquet and subset.parquet, joined by id. Writes a Hugging Face model directory,
-train_log.jsonl (a line per step), summary.json and tensorboard/.
-Dropout, in models that have it, draws from (seed, process): only without it is the result
-independent of the process count.
+train_log.jsonl (a line per step), summary.json and tensorboard/; with LoRA the model is the merged
+one and adapter/ holds the adapter alone. `fit` is the same training for other stages.
+Dropout, in models that have it and in adapters, draws from (seed, process): only without it is the
+result independent of the process count.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import resource
-import shutil
-import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -27,22 +26,30 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from tqdm import tqdm
 
-from cluster_sft import launching
+from cluster_sft import costs, launching
+from cluster_sft.adapters import add_adapter
+from cluster_sft.artifacts import SUMMARY, read_json, write_json
 from cluster_sft.batching import Step
 from cluster_sft.checkpoints import latest_checkpoint
 from cluster_sft.errors import UserError
 from cluster_sft.heads import head_is_exact, supervised_positions
-from cluster_sft.models import load_model, load_tokenizer, local_path
+from cluster_sft.models import load_model, local_path
 from cluster_sft.objective import RowLoss
 from cluster_sft.optimizers import make_optimizer
 from cluster_sft.training_loop import TRAIN_LOG, Session, read_log, train
-from cluster_sft.training_rows import TrainingRows, collate, make_plan, read_rows, read_selection
-from cluster_sft.workload import check_processes
+from cluster_sft.training_results import FACTS, write_results
+from cluster_sft.training_rows import (
+    Selection,
+    TrainingRows,
+    collate,
+    make_plan,
+    read_rows,
+    read_selection,
+)
+from cluster_sft.workload import check_processes, divisors
 
 if TYPE_CHECKING:
     from cluster_sft.params import Launch, TrainParams
-
-SAVED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def run(
@@ -55,34 +62,109 @@ def run(
             batches that cannot be made, or a loss that is not finite.
         RuntimeError: the worker processes failed; the message names their log.
     """
-    check_processes(launch.processes, workers=params.workers)
-    use_gpu = launching.use_gpus(launch.processes)
+    settings = params.model_dump(mode="json")
+    facts = fit(settings, dataset=dataset, subset=subset, out=out, scratch=scratch, launch=launch)
+    write_json(out / SUMMARY, facts)
+
+
+def fit(
+    settings: Mapping[str, Any],
+    *,
+    dataset: Path,
+    subset: Path,
+    out: Path,
+    scratch: Path,
+    launch: Launch,
+    snapshots: Sequence[int] = (),
+    keep_moments: bool = False,
+    label: str = "train",
+) -> dict[str, Any]:
+    """Train on the subset's rows; keep the trained model, or snapshots of it on the way.
+
+    Written to `out`: train_log.jsonl and tensorboard/; without snapshots the model directory as
+    stage train writes it; with them, in its place, a folder `step-XXXXXXXX` for each, see
+    `checkpoints.save_snapshot`.
+
+    Args:
+        settings: every field of TrainParams, as JSON values; `workers: None` lets each process
+            play one, or fewer processes where so many do not divide a batch.
+        dataset: a prepared leaf.
+        subset: a selected leaf, see `training_rows.read_selection` and `write_subset`.
+        out: empty folder.
+        scratch: folder of checkpoints, which survives a kill; a later call with the same settings
+            and rows continues there.
+        launch: processes and the size of forward passes.
+        snapshots: steps, counted from 1, after which the trainable weights are kept.
+        keep_moments: keep Adam's moments with each snapshot.
+        label: the run's name in messages and the progress bar.
+
+    Returns:
+        What the run was and cost: steps, rows, tokens, seconds, memory, and `cost` as of `costs`.
+
+    Raises:
+        UserError: as `run`.
+        RuntimeError: as `run`.
+    """
+    meter = costs.start()
+    processes = launch.processes
+    if settings["workers"] is None:
+        processes = max(d for d in divisors(settings["global_batch_size"]) if d <= processes)
+        settings = {**settings, "workers": processes}
+    params = cast("TrainParams", SimpleNamespace(**settings))
+    check_processes(processes, workers=params.workers)
+    use_gpu = launching.use_gpus(processes)
     selection = read_selection(dataset, subset, weights=params.weights)
     plan = make_plan(selection, params)
-    model = local_path(params.model)
-    settings = params.model_dump(mode="json")
-    marks = [settings, selection.ids, selection.weights_K.tolist(), selection.clusters_N.tolist()]
+    assert all(0 < step <= len(plan) for step in snapshots), "a snapshot is of no step of the run"
     job = {
-        "params": settings,
+        "params": dict(settings),
         "launch": launch.model_dump(mode="json"),
-        "model": str(model),
+        "model": str(local_path(params.model)),
         "dataset": str(dataset.resolve()),
         "subset": str(subset.resolve()),
         "out": str(out.resolve()),
         "scratch": str(scratch.resolve()),
         "use_gpu": use_gpu,
-        "identity": hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest(),
+        "snapshots": sorted(snapshots),
+        "keep_moments": keep_moments,
+        "label": label,
     }
-    with tqdm(total=len(plan), desc="train", unit="step") as bar:
+    job["identity"] = _identity(job, selection)
+    with tqdm(total=len(plan), desc=label, unit="step") as bar:
         launching.launch(
             "cluster_sft.training",
             job,
-            processes=launch.processes,
+            processes=processes,
             threads=launch.threads,
             use_gpu=use_gpu,
             scratch=scratch.resolve(),
             on_poll=lambda: _show(bar, scratch / TRAIN_LOG),
         )
+    return _cost(read_json(scratch / FACTS), meter, out)
+
+
+def _identity(job: Mapping[str, Any], selection: Selection) -> str:
+    """Return a digest of what the run is: the same on any number of processes."""
+    settings = dict(job["params"])
+    if settings["batches"] == "random":
+        del settings["workers"]  # they split a step's rows, which are drawn without them
+    rows = [selection.ids, selection.weights_K.tolist(), selection.clusters_N.tolist()]
+    marks = [settings, rows, job["snapshots"], job["keep_moments"]]
+    return hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
+
+
+def _cost(facts: dict[str, Any], meter: costs.Meter, out: Path) -> dict[str, Any]:
+    """Return the facts with their cost; steps from before an interruption count as they took."""
+    passes = facts["row_visits"]
+    cost = meter.stop(
+        out,
+        forward_passes=passes,
+        backward_passes=passes,
+        tokens=facts["train_tokens"],
+        peak_memory_bytes=facts["peak_memory_bytes"],
+    )
+    earlier = facts.pop("resumed_seconds")
+    return {**facts, "cost": {**cost, "seconds": cost["seconds"] + earlier}}
 
 
 def make_accelerator(*, use_gpu: bool) -> Accelerator:
@@ -104,11 +186,13 @@ def worker(job: dict[str, Any]) -> None:
         )
     try:
         session = _open_session(job, accelerator)
-        train(session, _resume(session))
-        _write_results(session, Path(job["model"]), Path(job["out"]))
+        done = _resume(session)
+        earlier = sum(entry["seconds"] for entry in read_log(session.scratch / TRAIN_LOG))
+        train(session, done)
+        write_results(session, job, resumed_seconds=earlier)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"train: GPU {accelerator.local_process_index} is out of memory; lower "
+            f"{job['label']}: GPU {accelerator.local_process_index} is out of memory; lower "
             "launch.micro_batch or launch.batch_tokens, or set launch.gradient_checkpointing: true"
         ) from error
     accelerator.wait_for_everyone()
@@ -121,8 +205,18 @@ def _open_session(job: dict[str, Any], accelerator: Accelerator) -> Session:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the parent has shown the plan's warning
         plan = make_plan(rows.selection, params)
-    torch.manual_seed(params.seed * accelerator.num_processes + accelerator.process_index)
     model = load_model(job["model"], dtype="fp32", device=accelerator.device)
+    adapter = None
+    if params.lora_rank:
+        adapter = add_adapter(
+            model,
+            rank=params.lora_rank,
+            alpha=params.lora_alpha,
+            dropout=params.lora_dropout,
+            targets=params.lora_targets,
+            seed=params.seed,
+        )
+    torch.manual_seed(params.seed * accelerator.num_processes + accelerator.process_index)
     exact = _head_is_exact(model, rows, plan[0], accelerator.device)
     if launch.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -132,15 +226,20 @@ def _open_session(job: dict[str, Any], accelerator: Accelerator) -> Session:
     )
     row_loss, optimizer = accelerator.prepare(row_loss, optimizer)
     return Session(
-        accelerator,
-        row_loss,
-        optimizer,
-        rows,
-        plan,
-        params,
-        launch,
-        Path(job["scratch"]),
-        job["identity"],
+        accelerator=accelerator,
+        row_loss=row_loss,
+        optimizer=optimizer,
+        rows=rows,
+        plan=plan,
+        params=params,
+        launch=launch,
+        scratch=Path(job["scratch"]),
+        identity=job["identity"],
+        model=model,
+        adapter=adapter,
+        label=job["label"],
+        snapshots=frozenset(job["snapshots"]),
+        keep_moments=job["keep_moments"],
     )
 
 
@@ -168,51 +267,6 @@ def _resume(session: Session) -> int:
         session.accelerator.load_state(str(found[1]))
     session.accelerator.wait_for_everyone()
     return done
-
-
-def _write_results(session: Session, source: Path, out: Path) -> None:
-    accelerator = session.accelerator
-    peak = torch.tensor([_peak_memory(accelerator.device)], dtype=torch.float64)
-    peaks = cast("torch.Tensor", accelerator.gather(peak.to(accelerator.device)))
-    if not accelerator.is_main_process:
-        return
-    model = accelerator.unwrap_model(session.row_loss).model
-    model.to(SAVED_DTYPES[session.params.precision]).save_pretrained(out)
-    # safetensors 0.8 writes files that only their owner can read.
-    for weights in out.glob("*.safetensors"):
-        weights.chmod((out / "config.json").stat().st_mode)
-    load_tokenizer(str(source)).save_pretrained(out)
-    log = session.scratch / TRAIN_LOG
-    shutil.copyfile(log, out / TRAIN_LOG)
-    (out / "tensorboard").mkdir()
-    # Their own names hold the host's.
-    for number, events in enumerate(sorted((session.scratch / "tensorboard").iterdir())):
-        shutil.copyfile(events, out / "tensorboard" / f"events.out.tfevents.{number}")
-    entries = read_log(log)
-    seconds = sum(entry["seconds"] for entry in entries)
-    tokens = sum(entry["tokens"] for entry in entries)
-    summary = {
-        "steps": len(entries),
-        "rows": len(session.rows.selection.ids),
-        "row_visits": sum(entry["rows"] for entry in entries),
-        "train_tokens": tokens,
-        "supervised_tokens": sum(entry["supervised_tokens"] for entry in entries),
-        "train_seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "processes": accelerator.num_processes,
-        "workers": session.params.workers,
-        "last_loss": entries[-1]["loss"],
-        "peak_memory_bytes": int(peaks.max()),
-    }
-    (out / "summary.json").write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
-
-
-def _peak_memory(device: torch.device) -> float:
-    """Return the most bytes this process held: of its GPU, else resident."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 def _show(bar: tqdm[Any], log: Path) -> None:

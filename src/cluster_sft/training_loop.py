@@ -19,23 +19,36 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+from transformers import PreTrainedModel
 
 from cluster_sft.batching import BatchPlan
-from cluster_sft.checkpoints import save_checkpoint
+from cluster_sft.checkpoints import save_checkpoint, save_snapshot
 from cluster_sft.errors import UserError
 from cluster_sft.optimizers import learning_rate, warmup_length
 from cluster_sft.training_rows import TrainingRows, collate
 from cluster_sft.workload import MicroBatch, split_step
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+
     from cluster_sft.params import Launch, TrainParams
 
 TRAIN_LOG = "train_log.jsonl"
+SNAPSHOTS = "snapshots"
+SAVED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
 class Session:
-    """One worker process's view of a run; everything but `accelerator` is alike in all."""
+    """One worker process's view of a run; everything but `accelerator` is alike in all.
+
+    Attributes:
+        model: what `row_loss` wraps; with LoRA its layers hold the adapter.
+        adapter: PEFT's view of the model with LoRA, else None.
+        label: the run's name in messages.
+        snapshots: steps after which the trained weights are kept as a result.
+        keep_moments: the optimizer's moments too.
+    """
 
     accelerator: Accelerator
     row_loss: torch.nn.Module
@@ -46,11 +59,21 @@ class Session:
     launch: Launch
     scratch: Path
     identity: str
+    model: PreTrainedModel
+    adapter: PeftModel | None
+    label: str
+    snapshots: frozenset[int]
+    keep_moments: bool
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints."""
         return self.scratch / "checkpoints"
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """Of trained weights that are kept: the run's precision, but always float32 for LoRA."""
+        return SAVED_DTYPES["fp32" if self.params.lora_rank else self.params.precision]
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -62,7 +85,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def train(session: Session, done: int) -> None:
-    """Run the steps from `done` on, logging each and saving a checkpoint every so often.
+    """Run the steps from `done` on, logging each, and saving snapshots and checkpoints.
 
     Raises:
         UserError: a loss or a gradient is not finite.
@@ -76,6 +99,9 @@ def train(session: Session, done: int) -> None:
         entry, is_due = _run_step(session, index, is_due=time.monotonic() - saved >= interval)
         if writer is not None:
             _log(session.scratch / TRAIN_LOG, entry, writer)
+            # Before the checkpoint: whatever a resumed run does not compute again is there.
+            if index + 1 in session.snapshots:
+                _keep(session, index + 1)
         if is_due and index + 1 < len(session.plan):
             save_checkpoint(
                 session.accelerator,
@@ -155,6 +181,17 @@ def _accumulate(
     return total, seen
 
 
+def _keep(session: Session, step: int) -> None:
+    save_snapshot(
+        session.model,
+        session.optimizer,
+        session.scratch / SNAPSHOTS,
+        step=step,
+        dtype=session.saved_dtype,
+        keep_moments=session.keep_moments,
+    )
+
+
 def _autocast(session: Session) -> torch.autocast:
     enabled = session.params.precision == "bf16"
     return torch.autocast(session.accelerator.device.type, torch.bfloat16, enabled=enabled)
@@ -184,9 +221,9 @@ def _raise_not_finite(
     what = "loss" if ids else "gradient"
     ids = ids or [session.rows.selection.ids[r] for rows, _ in session.plan[index] for r in rows]
     raise UserError(
-        f"train: the {what} of step {index + 1} of {len(session.plan)} is not finite, rows "
-        f"{', '.join(ids[:5])}{' ...' if len(ids) > 5 else ''}; lower train.learning_rate, or look "
-        "at these rows and at the model's weights"
+        f"{session.label}: the {what} of step {index + 1} of {len(session.plan)} is not finite, "
+        f"rows {', '.join(ids[:5])}{' ...' if len(ids) > 5 else ''}; lower its learning_rate, or "
+        "look at these rows and at the model's weights"
     )
 
 

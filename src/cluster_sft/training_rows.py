@@ -5,6 +5,7 @@ Legend: N selected rows in the order of their ids, K clusters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster_sft.artifacts import SUMMARY, read_json, read_table
+from cluster_sft.artifacts import SUBSET, SUMMARY, read_json, read_table, write_json, write_table
 from cluster_sft.batching import BatchPlan, Step, batch_plan, cluster_weights
 from cluster_sft.errors import UserError
 from cluster_sft.heads import IGNORED
@@ -98,6 +99,59 @@ def read_selection(dataset: Path, subset: Path, *, weights: str) -> Selection:
     clusters_N = frame["cluster"].to_numpy().astype(np.int64)
     weights_K = _weights(clusters_N, size_K, where, weights=weights)
     return Selection(frame["id"].to_list(), clusters_N, weights_K)
+
+
+def write_subset(folder: Path, ids: Sequence[str]) -> None:
+    """Write rows that no strategy selected as a selected leaf, all in one cluster of their own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    frame = pl.DataFrame(
+        {"id": ids, "cluster": 0, "distance": 0.0, "weight": 1.0, "rank": range(len(ids))},
+        schema_overrides=SUBSET,
+    )
+    write_table(folder, "subset.parquet", frame)
+    write_json(folder / SUMMARY, {"clusters": [{"size": len(ids)}]})
+
+
+def plain_settings(
+    *,
+    model: str,
+    epochs: int,
+    learning_rate: float,
+    batch_size: int,
+    warmup_ratio: float,
+    precision: str,
+    seed: int,
+) -> dict[str, Any]:
+    """Return settings of `training.fit` for ordinary full fine-tuning on random batches.
+
+    AdamW without weight decay, a linear schedule and clipping at 1, as Transformers' Trainer has
+    them by default. The number of processes changes no batch.
+    """
+    return {
+        "workers": None,
+        "weights": "none",
+        "batches": "random",
+        "global_batch_size": batch_size,
+        "epochs": epochs,
+        "drop_last": False,
+        "optimizer": "adamw",
+        "learning_rate": learning_rate,
+        "weight_decay": 0.0,
+        "scheduler": "linear",
+        "warmup_steps": None,
+        "warmup_ratio": warmup_ratio,
+        "loss_reduction": "sequence",
+        "precision": precision,
+        "max_grad_norm": 1.0,
+        "lora_rank": None,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "lora_targets": [],
+        "cosine_every": 0,
+        "seed": seed,
+        "model": model,
+        "strategy": "full",
+    }
 
 
 def read_rows(dataset: Path, subset: Path, *, weights: str) -> TrainingRows:
