@@ -23,24 +23,43 @@ from cluster_sft.artifacts import create_array
 
 PARTS = 24
 LARGEST = 0.6  # share of the first part; the others follow Zipf's law
-NOISE = 0.6  # length of the noise beside a unit mean: a sixth of the squared norm is spread
+SPREAD = 0.5  # length of a part's spread beside its unit mean, along its own few directions
+DIRECTIONS = 64
+DECAY = 1.4  # variance along the i-th falls as i^-DECAY, as measured on gradient proxies
+NOISE = 0.3  # length of the noise in all dimensions on top
+ROUND_NOISE = 0.6  # of a part without directions
 TILE_NOISE = 0.1  # of a copied row, which has length 1
 BLOCK = 4096
 
 Block = NDArray[np.float32]
 
 
-def mixture(path: Path, *, n_rows: int, width: int) -> Path:
-    """Write (N, H) float16 unit rows of a 24-part mixture to an .npy file, unless it is there."""
+def mixture(path: Path, *, n_rows: int, width: int, is_round: bool = False) -> Path:
+    """Write (N, H) float16 unit rows of a 24-part mixture to an .npy file, unless it is there.
+
+    Parts spread along directions of their own, as embeddings do. `is_round` gives all directions
+    the same spread instead: no way to split a part is then better than another.
+    """
     tail = 1 / np.arange(1, PARTS)
     share = np.concatenate([[LARGEST], (1 - LARGEST) * tail / tail.sum()])
     means = _unit(np.random.default_rng([1]).standard_normal((PARTS, width), dtype=np.float32))
 
+    length = np.arange(1, DIRECTIONS + 1) ** (-DECAY / 2)
+    length *= SPREAD / np.linalg.norm(length)
+    axes = _unit(
+        np.random.default_rng([3]).standard_normal((PARTS, DIRECTIONS, width), dtype=np.float32)
+    )
+    axes *= 0 if is_round else length.astype(np.float32)[:, None]
+
     def block(rng: np.random.Generator, size: int) -> Block:
-        noise = rng.standard_normal((size, width), dtype=np.float32)
-        noise *= NOISE / np.sqrt(width)
-        noise += means[rng.choice(PARTS, size, p=share)]
-        return noise
+        rows = rng.standard_normal((size, width), dtype=np.float32)
+        rows *= (ROUND_NOISE if is_round else NOISE) / np.sqrt(width)
+        of_part = rng.choice(PARTS, size, p=share)
+        along = rng.standard_normal((size, DIRECTIONS), dtype=np.float32)
+        for part in np.unique(of_part):
+            held = of_part == part
+            rows[held] += means[part] + along[held] @ axes[part]
+        return rows
 
     return _write(path, n_rows, width, block)
 
@@ -96,4 +115,4 @@ def _write(
 
 
 def _unit(rows: Block) -> Block:
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)

@@ -150,6 +150,16 @@ def test_converged_labels_are_an_optimal_assignment_for_the_centroids():
     assert found.inertia == pytest.approx(best, rel=1e-9)
 
 
+def test_split_of_a_round_part_stops_when_labels_flow_without_a_gain(monkeypatch):
+    """All directions are equally good: labels change for long, and the inertia stands still."""
+    x = np.random.default_rng(11).standard_normal((16_000, 64)).astype(np.float32)
+    short = constrained_kmeans(x, k=2, alpha=1.0, seed=0, n_init=1)
+    monkeypatch.setattr(kmeans, "LEAST_FALL", 0.0)
+    full = constrained_kmeans(x, k=2, alpha=1.0, seed=0, n_init=1, max_iter=400)
+    assert short.n_iter < 0.5 * full.n_iter < 200
+    assert short.inertia == pytest.approx(full.inertia, rel=2e-4)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_labels_are_bitwise_equal_for_any_threads_and_blocks(dtype, monkeypatch):
     monkeypatch.setattr(clustering, "SAMPLE_ROWS", 500)

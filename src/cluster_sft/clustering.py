@@ -122,7 +122,9 @@ def constrained_kmeans(
         seed: of the k-means++ draws, not negative.
         n_init: restarts; the least inertia wins.
         max_iter: most assignment steps.
-        tol: stop when at most this share of the rows changes label.
+        tol: stop when at most this share of the rows changes label, or when ten iterations together
+            lower the inertia by less than a tenth of this share of it: rows that lie evenly between
+            clusters can change label for ever without a gain. 0 waits for the last label.
         threads: by default the processors that this process may use.
         block_rows: rows of a block of the first pass; by default 8 MiB of them.
         progress: show a progress bar on stderr.

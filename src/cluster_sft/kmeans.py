@@ -22,6 +22,8 @@ from cluster_sft.errors import UserError
 from cluster_sft.passes import Table
 
 STREAM_SHARE = 0.3  # of the rows: to read more, read the table in order, which disks do faster
+LOOK_BACK = 10  # iterations over which the inertia must fall
+LEAST_FALL = 0.1  # of the tolerance: the relative fall over LOOK_BACK iterations that is too little
 ROUND_UP = 1 + 1e-9  # keeps bounds on distances safe from their own rounding
 
 
@@ -69,6 +71,7 @@ class Lloyd:
         self.labels = np.empty(table.n_rows, np.int32)
         self.sums = np.zeros((n_clusters, table.width))
         self.rows_read = table.n_rows
+        self.inertias: list[float] = []
         self._price_move = 0.0
         self._travel = [np.zeros(n_clusters)]
         self._read_at = np.zeros(table.n_rows, np.int32)
@@ -87,6 +90,7 @@ class Lloyd:
             kernels.nearest(self.cost, self.prices, rows[0], rows[-1] + 1, self.labels)
             likely = self.labels[rows]
             self.table.move_rows(rows, np.full_like(likely, -1), likely, self.sums)
+        self._total = self.norms.sum()
 
     def step(self) -> int:
         """Assign, then move the centroids to their means; return the labels that changed."""
@@ -100,6 +104,8 @@ class Lloyd:
         self.labels = labels
         counts = np.bincount(labels, minlength=len(self.centers))
         self._move_centers(self.sums / counts[:, None])
+        spread = np.einsum("kh,kh->k", self.sums, self.centers).sum()
+        self.inertias.append(float(self._total - spread))
         return changed.size
 
     def _assign(self) -> NDArray[np.int32]:
@@ -150,7 +156,8 @@ class Lloyd:
     ) -> Fit:
         """Iterate until at most `tolerance` x N labels change; measure against the last means.
 
-        `report` is told after each iteration how many labels it changed.
+        Also stop where labels keep changing to no effect, see `_has_stalled`. `report` is told
+        after each iteration how many labels it changed.
         """
         n_iter = 1
         self.step()
@@ -159,12 +166,24 @@ class Lloyd:
             changed = self.step()
             if report:
                 report(f"iteration {n_iter}, {changed / self.table.n_rows:.2%} of labels changed")
-            if changed <= tolerance * self.table.n_rows:
+            if changed <= tolerance * self.table.n_rows or self._has_stalled(tolerance):
                 break
         self._move_centers(self.centers.astype(np.float32).astype(np.float64))
         self._read(np.arange(self.table.n_rows))
         own = self.cost[np.arange(self.table.n_rows), self.labels]
         return Fit(self.labels, self.centers, self.prices, self.cost, float(own.sum()), n_iter)
+
+    def _has_stalled(self, tolerance: float) -> bool:
+        """Return whether the last iterations together hardly lowered the inertia.
+
+        Where clusters split a part that is as wide in many directions, all splits are nearly as
+        good, and Lloyd's iteration turns from one to the next as a power iteration without a gap
+        does: labels change for hundreds of iterations, and the inertia falls in its sixth digit.
+        """
+        if len(self.inertias) <= LOOK_BACK:
+            return False
+        fall = self.inertias[-1 - LOOK_BACK] - self.inertias[-1]
+        return fall < LEAST_FALL * tolerance * self.inertias[-1]
 
 
 def seed_centers(table: Table, *, k: int, rng: np.random.Generator) -> NDArray[np.float64]:
