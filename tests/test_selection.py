@@ -18,8 +18,14 @@ from cluster_sft.strategies import Budget, Pool
 def make_pool(sizes=(9, 6, 5), seed=0, zero=()):
     rng = np.random.default_rng(seed)
     label_N = rng.permutation(np.repeat(np.arange(len(sizes)), sizes)).astype(np.int32)
-    last_N = np.isin(np.arange(len(label_N)), zero)
-    return Pool(label_N, rng.integers(0, 4, len(label_N)).astype(np.float32), last_N)
+    rows = np.arange(len(label_N))
+    distance_N = rng.integers(0, 4, len(label_N)).astype(np.float32)
+    scores = {
+        "score": np.where(rows == 1, np.nan, rng.integers(0, 14, len(label_N)) / 10),
+        "source": np.where(rows == 1, -1, rows % 2),
+        "group": np.where(rows == 1, -1, rows % 3),
+    }
+    return Pool(label_N, distance_N, np.isin(rows, zero), scores)
 
 
 def rule(ranking="peripheral", downsample="random", seed=0):
@@ -71,12 +77,13 @@ def test_strategy_keeps_the_contract(name, ranking, downsample):
     wanted = len(pool.label_N) if name == "full" else budget.rows
     assert len(set(chosen.tolist())) == len(chosen) == wanted
     assert set(chosen.tolist()) <= set(range(len(pool.label_N)))
+    assert not strategies.get(name).scored or 1 not in chosen  # the row without a score
     assert chosen.tolist() == again.tolist()
 
 
 @pytest.mark.parametrize("name", [n for n in strategies.names() if n != "full"])
 def test_strategy_declares_truly_what_it_ignores(name):
-    pool, ignored = make_pool(), set(strategies.get(name).ignores)
+    pool, ignored = make_pool((90, 60, 50)), set(strategies.get(name).ignores)
     changed = {
         "ranking": {"ranking": "core"},
         "downsample": {"downsample": "strategy"},
@@ -130,6 +137,97 @@ def test_cluster_random_ranking_nests_in_the_ratio():
     assert small < large
 
 
+def scored_pool(scores, last=(), **groups):
+    n = len(scores)
+    columns = {"score": np.array(scores, float)} | {k: np.array(v) for k, v in groups.items()}
+    zero = np.isin(np.arange(n), last)
+    return Pool(np.zeros(n, np.int32), np.zeros(n, np.float32), zero, columns)
+
+
+def rows_of(name, pool, budget, seed=0):
+    found = strategies.get(name).choose(pool, Budget(1, budget, budget), [], rule(seed=seed))
+    return found.tolist()
+
+
+def test_by_score_is_best_first_ties_to_the_lower_row_nan_never_zero_direction_last():
+    pool = scored_pool([1, 3, np.nan, 3, 2, 9], last=[5])
+    assert pool.by_score(np.array([5, 4, 3, 2, 1, 0])).tolist() == [1, 3, 4, 0, 5]
+
+
+@pytest.mark.parametrize("name", ["less", "loss-top", "k-center"])
+def test_best_scored_rows_are_chosen(name):
+    assert rows_of(name, scored_pool([0.1, np.nan, 0.4, 0.4, -1]), 3) == [2, 3, 0]
+
+
+def test_ifd_takes_rows_above_one_only_when_the_others_do_not_fill_the_budget():
+    pool = scored_pool([1.2, 0.3, 1.0, 1.1, 0.9, np.nan])
+    assert [rows_of("ifd", pool, n) for n in (2, 3, 5)] == [[2, 4], [2, 4, 1], [2, 4, 1, 3, 0]]
+    assert strategies.get("ifd").describe(pool, np.array([2, 3, 0])) == {"above_one": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budget", "given"),
+    [
+        ([3, 3, 3, 3], 2, [0, 0, 1, 1]),
+        ([2, 10, 5], 9, [2, 4, 3]),
+        ([100, 1, 4], 20, [15, 1, 4]),
+        ([5, 5], 11, [5, 5]),
+    ],
+)
+def test_s2l_pours_the_budget_smallest_first(sizes, budget, given):
+    from cluster_sft.strategies import s2l
+
+    assert s2l.quotas(np.array(sizes), budget).tolist() == given
+
+
+def test_s2l_divides_over_sources_and_then_over_groups_tiny_groups_last():
+    source = [0] * 4 + [1] * 16
+    group = [0] * 4 + [0] * 10 + [1] * 4 + [2] * 2
+    pool = scored_pool([0.0] * 20, source=source, group=group)
+    counts = {}
+    for budget in (10, 16, 19, 20):
+        chosen = rows_of("s2l", pool, budget)
+        counts[budget] = [
+            sum(r in chosen for r in rows) for rows in np.split(range(20), [4, 14, 18])
+        ]
+    # 10: 4 of source 0 (all it has), 6 of source 1 as 3 + 3; 16: 8 + 4; then the group of two.
+    assert counts == {
+        10: [4, 3, 3, 0],
+        16: [4, 8, 4, 0],
+        19: [4, 10, 4, 1],
+        20: [4, 10, 4, 2],
+    }
+
+
+def test_s2l_draws_are_seeded():
+    pool = scored_pool([0.0] * 40, source=[0] * 40, group=[0] * 20 + [1] * 20)
+    assert rows_of("s2l", pool, 10) == rows_of("s2l", pool, 10)
+    assert set(rows_of("s2l", pool, 10)) != set(rows_of("s2l", pool, 10, seed=1))
+
+
+def test_s2l_without_groups_is_one_line():
+    with pytest.raises(UserError, match=r"needs the columns source and group.*score s2l"):
+        rows_of("s2l", scored_pool([0.0] * 4), 2)
+
+
+def test_length_matched_random_has_the_lengths_of_clusters_subset():
+    pool = make_pool((300, 200), seed=3)
+    length_N = np.random.default_rng(0).integers(1, 12, 500).astype(float)
+    pool.scores["score"] = length_N
+    ours, theirs = (choose(name, pool)[0] for name in ("length-matched-random", "cluster"))
+    assert np.bincount(length_N[ours].astype(int)).tolist() == (
+        np.bincount(length_N[theirs].astype(int)).tolist()
+    )
+    assert set(ours.tolist()) != set(theirs.tolist())
+
+
+def test_length_bins_stand_alone_where_rows_are_many_and_join_where_they_are_few():
+    from cluster_sft.strategies.length_matched_random import bins
+
+    lengths = np.array([5.0] * 16 + [7] * 10 + [8] * 6 + [9] * 3 + [np.nan] + [30] * 20)
+    assert bins(lengths).tolist() == [0] * 16 + [1] * 16 + [2] * 3 + [-1] + [3] * 20
+
+
 def test_unknown_strategy_is_one_line_with_the_nearest_name():
     with pytest.raises(UserError, match=r"unknown strategy 'clutser'; did you mean 'cluster'"):
         strategies.get("clutser")
@@ -165,13 +263,19 @@ def leaves(tmp_path):
     return dataset, clusters
 
 
-def run(leaves, out, **params):
+def run(leaves, out, scores=None, **params):
     dataset, clusters = leaves
     out.mkdir()
     typed = SelectParams(**params)
     given = None if typed.strategy == "full" else clusters
     selection.run(
-        typed, dataset=dataset, clusters=given, out=out, scratch=out, launch=Launch(threads=1)
+        typed,
+        dataset=dataset,
+        clusters=given,
+        scores=scores,
+        out=out,
+        scratch=out,
+        launch=Launch(threads=1),
     )
     return artifacts.read_table(out, "subset.parquet")
 
@@ -218,6 +322,40 @@ def test_selection_of_clusters_with_a_value_that_is_none_is_refused(
     artifacts.write_table(leaves[1], "clusters.parquet", table)
     with pytest.raises(UserError, match=f"row 2: '{column}' must be a number of at least 0"):
         run(leaves, tmp_path / "out")
+
+
+def write_scores(folder, ids, scores, **groups):
+    folder.mkdir()
+    frame = pl.DataFrame({"id": ids, "score": scores, **groups}).with_columns(reason=None)
+    artifacts.write_scores(folder, frame)
+    return folder
+
+
+def test_selection_joins_scores_by_id_and_never_takes_a_row_without(leaves, tmp_path):
+    ids = ["00", "02", "03", "05", "07", "08", "other"]
+    scores = write_scores(tmp_path / "s", ids, [0.2, 1.5, 0.4, None, 0.9, float("inf"), 0.95])
+    subset = run(leaves, tmp_path / "out", scores=scores, strategy="ifd", ratio=0.5)
+    assert subset["id"].to_list() == ["00", "02", "03", "07"]
+    assert subset["weight"].to_list() == [1.0] * 4
+    summary = artifacts.read_json(tmp_path / "out" / "summary.json")
+    assert (summary["scored"], summary["above_one"]) == (4, 1)
+
+
+def test_selection_of_fewer_scored_rows_than_the_budget_is_one_line(leaves, tmp_path):
+    scores = write_scores(tmp_path / "s", ["00", "01"], [0.2, 0.3])
+    with pytest.raises(UserError, match=r"'less' needs scores of at least 4 rows.*got 2; lower"):
+        run(leaves, tmp_path / "out", scores=scores, strategy="less", ratio=0.5)
+
+
+def test_selection_by_scores_without_scores_is_one_line(leaves, tmp_path):
+    with pytest.raises(UserError, match="needs the leaf of its score"):
+        run(leaves, tmp_path / "out", strategy="less", ratio=0.5)
+
+
+def test_selection_of_scores_with_an_id_twice_is_refused(leaves, tmp_path):
+    scores = write_scores(tmp_path / "s", ["00", "00"], [0.2, 0.3])
+    with pytest.raises(UserError, match="one is twice"):
+        run(leaves, tmp_path / "out", scores=scores, strategy="less", ratio=0.5)
 
 
 def test_selection_of_random_rows_carries_no_weights(leaves, tmp_path):

@@ -11,7 +11,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ SUBSET: dict[str, Any] = {
     "rank": pl.Int64,  # 0 = first choice inside its cluster
 }
 
+SCORES: dict[str, Any] = {
+    "id": pl.String,  # ascending
+    "score": pl.Float64,  # higher is better; null where the row is excluded
+    "reason": pl.String,  # of the exclusion; null where the row is scored
+}
+GROUPS: dict[str, Any] = {  # of scores that come with groups of like rows
+    "source": pl.Int32,
+    "group": pl.Int32,  # within its source; null where the row is excluded
+}
+TRAJECTORIES: dict[str, Any] = {"id": pl.String}  # of the rows of trajectories.npy (N, T) float32
+
 TABLES: dict[str, dict[str, Any]] = {
     "dataset.parquet": DATASET,
     "heldout.parquet": DATASET,
@@ -60,6 +72,8 @@ TABLES: dict[str, dict[str, Any]] = {
     "clusters.parquet": CLUSTERS,
     "displaced.parquet": DISPLACED,
     "subset.parquet": SUBSET,
+    "scores.parquet": SCORES,
+    "trajectories.parquet": TRAJECTORIES,
 }
 MANIFEST = "manifest.json"
 SUMMARY = "summary.json"
@@ -71,14 +85,7 @@ def write_table(leaf: Path, name: str, frame: pl.DataFrame) -> None:
     Raises:
         OSError: the disk is full, which polars reports in an exception of its own.
     """
-    schema = TABLES[name]
-    exact = frame.select(pl.col(c).cast(t) for c, t in schema.items())
-    try:
-        exact.write_parquet(leaf / name, compression="zstd", statistics=True)
-    except pl.exceptions.ComputeError as error:
-        if os.strerror(errno.ENOSPC) in str(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(leaf / name)) from error
-        raise
+    _write(leaf / name, frame, TABLES[name])
 
 
 def read_table(leaf: Path, name: str, columns: list[str] | None = None) -> pl.DataFrame:
@@ -87,21 +94,64 @@ def read_table(leaf: Path, name: str, columns: list[str] | None = None) -> pl.Da
     Raises:
         UserError: the file is missing, damaged or has other columns or dtypes.
     """
-    path = leaf / name
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; {leaf} is not the leaf expected here")
+    return _read(leaf / name, {c: TABLES[name][c] for c in columns or TABLES[name]})
+
+
+def write_scores(leaf: Path, frame: pl.DataFrame) -> None:
+    """Write scores.parquet, with the columns of groups where `frame` has them.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    groups = GROUPS if "group" in frame.columns else {}
+    _write(leaf / "scores.parquet", frame, {**SCORES, **groups})
+
+
+def read_scores(leaf: Path) -> pl.DataFrame:
+    """Read scores.parquet, with the columns of groups where it has them.
+
+    Raises:
+        UserError: the file is missing, damaged or has other columns or dtypes.
+    """
+    path = leaf / "scores.parquet"
+    groups = GROUPS if path.is_file() and "group" in _columns(path) else {}
+    return _read(path, {**SCORES, **groups})
+
+
+def _write(path: Path, frame: pl.DataFrame, schema: Mapping[str, Any]) -> None:
+    exact = frame.select(pl.col(c).cast(t) for c, t in schema.items())
     try:
-        found = pl.read_parquet_schema(path)
-        wanted = {c: TABLES[name][c] for c in columns or TABLES[name]}
-        if wrong := [c for c, t in wanted.items() if not _widens(found.get(c), t)]:
-            raise UserError(
-                f"{path}: column {wrong[0]!r} must be {wanted[wrong[0]]}, "
-                f"got {found.get(wrong[0], 'no such column')}; delete the leaf and run it again"
-            )
+        exact.write_parquet(path, compression="zstd", statistics=True)
+    except pl.exceptions.ComputeError as error:
+        if os.strerror(errno.ENOSPC) in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
+
+
+def _read(path: Path, wanted: Mapping[str, Any]) -> pl.DataFrame:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; {path.parent} is not the leaf expected here")
+    found = _columns(path)
+    if wrong := [c for c, t in wanted.items() if not _widens(found.get(c), t)]:
+        raise UserError(
+            f"{path}: column {wrong[0]!r} must be {wanted[wrong[0]]}, "
+            f"got {found.get(wrong[0], 'no such column')}; delete the leaf and run it again"
+        )
+    with _damage_told(path):
         frame = pl.read_parquet(path, columns=list(wanted))
         return frame.with_columns(pl.col(c).cast(t) for c, t in wanted.items())
-    except UserError:
-        raise
+
+
+def _columns(path: Path) -> dict[str, Any]:
+    with _damage_told(path):
+        return dict(pl.read_parquet_schema(path))
+
+
+@contextmanager
+def _damage_told(path: Path) -> Iterator[None]:
+    """Say in one line that a table is damaged."""
+    try:
+        yield
     # Polars panics, beside raising its own errors, on some damaged files.
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise UserError(

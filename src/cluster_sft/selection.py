@@ -1,7 +1,8 @@
 """Stage select: the rows that are trained on, with their weights, under the budget K m.
 
-Reads clusters and dataset; writes subset.parquet, subset.jsonl (the source's own rows with
-`cluster` and `weight` added, for any other trainer) and summary.json.
+Reads clusters, dataset and, for a strategy that is scored, scores; writes subset.parquet,
+subset.jsonl (the source's own rows with `cluster` and `weight` added, for any other trainer) and
+summary.json.
 
 Legend: N rows of the embedded data, K clusters, S selected rows; n_c rows of cluster c before any
 selection, s_c of them selected.
@@ -27,12 +28,12 @@ from cluster_sft import strategies
 from cluster_sft.artifacts import SUMMARY, read_json, read_table, write_json, write_table
 from cluster_sft.batching import cluster_weights
 from cluster_sft.errors import UserError
+from cluster_sft.pools import CLUSTERS, read_pool, with_scores
 from cluster_sft.strategies import Budget, Pool, Strategy
 
 if TYPE_CHECKING:
     from cluster_sft.params import Launch, SelectParams
 
-CLUSTERS = "clusters.parquet"
 BLOCK_ROWS = 16384  # of the data, read at a time
 
 
@@ -72,6 +73,7 @@ def run(
     *,
     dataset: Path,
     clusters: Path | None = None,
+    scores: Path | None = None,
     out: Path,
     scratch: Path,
     launch: Launch,
@@ -82,31 +84,42 @@ def run(
         params: strategy, ranking, downsample, ratio, trim, seed.
         dataset: leaf of prepare.
         clusters: leaf of cluster; None for a strategy that ignores clusters.
+        scores: leaf of score for the strategy; unused, and may be None, where it is not scored.
         out: empty folder for the payload.
         scratch: folder for the rows' text before it is put in order.
         launch: unused.
 
     Raises:
-        UserError: the budget is empty or clusters and dataset do not fit each other.
+        UserError: the budget is empty or exceeds the scored rows, or clusters and dataset do not
+            fit each other.
     """
-    subset = select(params, dataset=dataset, clusters=clusters, out=out)
+    subset = select(params, dataset=dataset, clusters=clusters, scores=scores, out=out)
     write_rows(out / "subset.jsonl", subset, dataset, scratch=scratch)
     rows, n = len(subset), read_json(out / SUMMARY)["n"]
     print(f"select {params.strategy}: {rows:,} of {n:,} rows ({rows / n:.1%})", file=sys.stderr)
 
 
 def select(
-    params: SelectParams, *, dataset: Path, clusters: Path | None, out: Path
+    params: SelectParams,
+    *,
+    dataset: Path,
+    clusters: Path | None,
+    scores: Path | None = None,
+    out: Path,
 ) -> pl.DataFrame:
     """Choose the rows, write subset.parquet and summary.json, and return the subset.
 
-    Reads no more of the data than its ids, and these only where there are no clusters.
+    Reads no more of the data than its ids, and these only where there are no clusters; scores only
+    for a strategy that is scored.
     """
     strategy = strategies.get(params.strategy)
     leaf, name = (dataset, "dataset.parquet") if clusters is None else (clusters, CLUSTERS)
-    pool, k = _pool(leaf, name)
+    pool, k = read_pool(leaf, name)
     trimmed = trim(pool, k, params.trim)
     budget = budget_of(trimmed, params.ratio) if clusters else None
+    if strategy.scored:
+        pool = with_scores(pool, leaf, name, scores)
+        _check_scored(pool, budget, params.strategy)
     chosen = strategy.choose(pool, budget, trimmed, params)
     n_rows = len(pool.label_N)
     _check(chosen, n_rows if budget is None else budget.rows, n_rows, params.strategy)
@@ -117,42 +130,10 @@ def select(
     write_table(out, "subset.parquet", subset)
     summary = _summary(params, sizes, selected, weights, subset, budget)
     summary["displaced_share"] = _displaced_share(subset, clusters)
+    if strategy.scored:
+        summary |= {"scored": len(pool.scored()), **strategy.describe(pool, chosen)}
     write_json(out / SUMMARY, summary)
     return subset
-
-
-def _pool(leaf: Path, name: str) -> tuple[Pool, int]:
-    """Return the arrays of a table's rows, and K; one cluster for a table without clusters."""
-    if name != CLUSTERS:
-        n_rows = len(read_table(leaf, name, ["id"]))
-        labels, distances = np.zeros(n_rows, np.int32), np.zeros(n_rows, np.float32)
-        zero = np.zeros(n_rows, bool)
-    else:
-        table = read_table(leaf, name, ["cluster", "distance"])
-        _check_clusters(leaf, table)
-        labels, distances = (table[c].to_numpy() for c in ("cluster", "distance"))
-        summary = read_json(leaf / SUMMARY) if (leaf / SUMMARY).is_file() else {}
-        zero = np.zeros(len(table), bool)
-        if zero_rows := summary.get("zero_rows"):
-            zero = read_table(leaf, name, ["id"])["id"].is_in(zero_rows).to_numpy()
-    k = int(labels.max()) + 1 if len(labels) else 0
-    if k == 0 or np.bincount(labels, minlength=k).min() == 0:
-        raise UserError(f"{leaf}: every cluster must hold a row, one is empty")
-    return Pool(labels, distances, zero), k
-
-
-def _check_clusters(leaf: Path, table: pl.DataFrame) -> None:
-    """Check the columns of clusters that another program may have written."""
-    wrong = table.select(
-        cluster=pl.col("cluster").is_null() | (pl.col("cluster") < 0),
-        distance=pl.col("distance").is_null() | ~pl.col("distance").is_finite(),
-    )
-    for column in wrong.columns:
-        if (row := wrong[column].arg_max()) is not None and wrong[column][row]:
-            raise UserError(
-                f"{leaf / CLUSTERS}, row {row}: {column!r} must be a number of at least 0, got "
-                f"{table[column][row]}; correct it or run cluster again"
-            )
 
 
 def _subset(ids: pl.Series, pool: Pool, chosen: np.ndarray, weights: np.ndarray) -> pl.DataFrame:
@@ -179,6 +160,16 @@ def _subset(ids: pl.Series, pool: Pool, chosen: np.ndarray, weights: np.ndarray)
         schema_overrides={"weight": pl.Float64},
     )
     return subset if subset["id"].is_sorted() else subset.sort("id")
+
+
+def _check_scored(pool: Pool, budget: Budget | None, strategy: str) -> None:
+    """Check that enough rows have a score."""
+    n = len(pool.scored())
+    if budget is not None and n < budget.rows:
+        raise UserError(
+            f"strategy {strategy!r} needs scores of at least {budget.rows} rows, its budget, got "
+            f"{n}; lower select.ratio, or see the reasons in scores.parquet"
+        )
 
 
 def _check(chosen: np.ndarray, wanted: int, n: int, strategy: str) -> None:

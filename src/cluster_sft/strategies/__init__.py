@@ -1,7 +1,8 @@
 """Selection strategies, one file each: what to keep, given the clusters and a budget.
 
 A file `NAME.py` here defines `STRATEGY` and nothing else need change: the registry finds it by its
-name, `select.strategies` accepts it, both engines schedule it, and the contract test covers it.
+name (`two_words.py` is `two-words`), `select.strategies` accepts it, both engines schedule it, and
+the contract test covers it.
 
 Legend: N rows of the embedded data, K clusters.
 """
@@ -10,9 +11,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -46,11 +47,15 @@ class Pool:
         label_N: int32, the cluster of each row; all 0 for a strategy that ignores clusters.
         distance_N: float32, the distance to the full cluster's centroid.
         last_N: bool, rows without a direction (||g(x)|| = 0): chosen when nothing else is left.
+        scores: columns of scores.parquet by name, each (N,), for a strategy that is scored: `score`
+            float64, NaN where the row is excluded, and of scores with groups also `source` and
+            `group` int32, -1 where there is none.
     """
 
     label_N: np.ndarray
     distance_N: np.ndarray
     last_N: np.ndarray
+    scores: dict[str, np.ndarray] = field(default_factory=dict)
 
     def members(self, cluster: int) -> np.ndarray:
         """Return the rows of a cluster, ascending, int64."""
@@ -77,6 +82,17 @@ class Pool:
         rows = np.sort(rows)
         key = self.distance_N[rows]
         return self.demote(rows[np.argsort(-key if farthest_first else key, kind="stable")])
+
+    def scored(self) -> np.ndarray:
+        """Return the rows that have a score, ascending, int64."""
+        return np.flatnonzero(~np.isnan(self.scores["score"]))
+
+    def by_score(self, rows: np.ndarray) -> np.ndarray:
+        """Return those of `rows` that have a score, best first; ties go to the lower row."""
+        rows = np.sort(rows)
+        key = self.scores["score"][rows]
+        rows, key = rows[~np.isnan(key)], key[~np.isnan(key)]
+        return self.demote(rows[np.argsort(-key, kind="stable")])
 
 
 @dataclass(frozen=True)
@@ -105,17 +121,30 @@ class Strategy:
         weights: how its rows are weighted when `train.weights` is `auto`.
         ignores: parameters that cannot change its rows: `cluster` for the whole clustering, or
             keys of `select:`; they stay out of its cache key.
+        scored: it chooses by the scores of the scorer of its own name.
+        describe: (pool, rows chosen) -> facts for the subset's summary.
     """
 
     choose: Callable[[Pool, Budget | None, list[np.ndarray], Rule], np.ndarray]
     batches: Literal["random", "stratified"] = "random"
     weights: Literal["none", "cluster"] = "none"
     ignores: tuple[str, ...] = ()
+    scored: bool = False
+    describe: Callable[[Pool, np.ndarray], dict[str, Any]] = lambda pool, chosen: {}
+
+
+def best_scored(
+    pool: Pool, budget: Budget | None, trimmed: list[np.ndarray], rule: Rule
+) -> np.ndarray:
+    """Return the K m rows of the highest scores, best first."""
+    assert budget is not None
+    return pool.by_score(pool.scored())[: budget.rows]
 
 
 def names() -> list[str]:
     """Return the names of all strategies, sorted."""
-    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem != "__init__")
+    stems = (p.stem for p in Path(__file__).parent.glob("*.py"))
+    return sorted(stem.replace("_", "-") for stem in stems if not stem.startswith("_"))
 
 
 def get(name: str) -> Strategy:
@@ -128,4 +157,4 @@ def get(name: str) -> Strategy:
     if name not in known:
         remedy = known_names(name, known)
         raise UserError(f"select.strategies: unknown strategy {name!r}; {remedy}")
-    return importlib.import_module(f"{__name__}.{name}").STRATEGY
+    return importlib.import_module(f"{__name__}.{name.replace('-', '_')}").STRATEGY
