@@ -182,26 +182,40 @@ def _select(values: Integers, rank: int) -> int:
 
 
 @compiled
+def _keep_cheapest(key: Integers, row: Integers, keep: Integer) -> Integer:
+    """Move the `keep` cheapest entries to the front, in order; return the least key left out."""
+    limit = _select(key.copy(), keep)
+    below = 0
+    for at in range(key.size):
+        below += key[at] < limit
+    ties = keep - below
+    size = 0
+    for at in range(key.size):
+        if key[at] < limit or (key[at] == limit and ties > 0):
+            ties -= key[at] == limit
+            key[size], row[size] = key[at], row[at]
+            size += 1
+    return limit
+
+
+@compiled
 def _fill(problem: Problem, heaps: Heaps, members: Integers, i: int, j: int) -> None:
     """Refill heap (i, j) with the cheapest rows of cluster i."""
-    gains = np.empty(members.size, np.int64)
-    for m in range(members.size):
-        gains[m] = _gain(problem, members[m], i, j)
-    limit = INFINITE
-    if members.size > heaps.keep:
-        limit = _select(gains.copy(), heaps.keep)
     key, row = heaps.key[i, j], heaps.row[i, j]
-    size = 0
+    keep = heaps.keep
+    limit = INFINITE
+    size = np.int64(0)
     for m in range(members.size):
-        if gains[m] < limit:
-            key[size], row[size] = gains[m], members[m]
+        gain = _gain(problem, members[m], i, j)
+        if gain < limit:
+            key[size], row[size] = gain, members[m]
             size += 1
-    for m in range(members.size):
-        if size >= heaps.keep:
-            break
-        if gains[m] == limit:
-            key[size], row[size] = gains[m], members[m]
-            size += 1
+            if size == key.size:
+                limit = _keep_cheapest(key, row, keep)
+                size = keep
+    if size > keep:
+        limit = _keep_cheapest(key[:size], row[:size], keep)
+        size = keep
     for at in range(size // 2 - 1, -1, -1):
         _sift_down(key, row, size, at)
     heaps.size[i, j] = size
