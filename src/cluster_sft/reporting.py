@@ -17,7 +17,15 @@ from cluster_sft.artifacts import SUMMARY, read_json, write_json
 from cluster_sft.report import caveats, figures, headline, html, overview, tables
 from cluster_sft.report.html import Title
 from cluster_sft.report.labels import label
-from cluster_sft.report.points import METRICS, Group, Metric, Point, setting, varying
+from cluster_sft.report.points import (
+    CONFIGURATION,
+    METRICS,
+    Group,
+    Metric,
+    Point,
+    setting,
+    varying,
+)
 from cluster_sft.report.results import Results, collect
 
 if TYPE_CHECKING:
@@ -66,15 +74,17 @@ def run(params: ReportParams, *, out: Path, scratch: Path, launch: Launch) -> No
     Raises:
         UserError: there is no point, or a leaf lacks what its stage writes.
     """
-    points = [point_of(point) for point in params.points]
+    several = len({point.get("configuration") for point in params.points}) > 1
+    points = [point_of(point, several=several) for point in params.points]
     write_report(points, title=Title(params.name, params.study), out=out)
 
 
-def point_of(described: Mapping[str, Any]) -> Point:
+def point_of(described: Mapping[str, Any], *, several: bool = False) -> Point:
     """Return a point from the plan's description of it.
 
-    Roles of `leaves` are stage names and `evaluate:<suite>`. A strategy without a budget (`full`)
-    ignores ratio, clusters and selection, so it carries none of their axes.
+    Roles of `leaves` are stage names, `evaluate:<suite>` and, of stage score, `score` and
+    `score:<step>`. A strategy without a budget (`full`) ignores ratio, clusters and selection, so
+    it carries none of their axes. `several`: points are of several parameter files.
     """
     leaves = {role: Path(leaf) for role, leaf in described["leaves"].items()}
     select, train = leaves.get("select"), leaves.get("train")
@@ -82,6 +92,8 @@ def point_of(described: Mapping[str, Any]) -> Point:
     budgeted = select is not None and read_json(select / SUMMARY).get("budget") is not None
     if not budgeted:
         axes = {k: v for k, v in axes.items() if not k.startswith(("cluster.", "select."))}
+    if several:
+        axes = {CONFIGURATION: described["configuration"], **axes}
     return Point(
         strategy=described["strategy"],
         ratio=described["ratio"] if budgeted else None,
@@ -97,6 +109,11 @@ def point_of(described: Mapping[str, Any]) -> Point:
         },
         prepare=leaves.get("prepare"),
         embed=leaves.get("embed"),
+        scores={
+            role.removeprefix("score:") if ":" in role else described["strategy"]: leaf
+            for role, leaf in leaves.items()
+            if role.split(":")[0] == "score"
+        },
     )
 
 
@@ -157,9 +174,9 @@ def _score(metric: Metric, row: Mapping[str, Any]) -> str:
 
 def _key(group: Group, names: Sequence[str]) -> str:
     """Return a group's name in metrics.json: the strategy alone where that tells groups apart."""
-    settings = [(n.split(".")[-1], setting(group, n)) for n in names]
     if group.strategy == "base":
-        return "base"
+        names = [name for name in names if name == CONFIGURATION]
+    settings = [(n.split(".")[-1], setting(group, n)) for n in names]
     return "_".join([group.strategy, *(f"{n}-{v}" for n, v in settings if v is not None)])
 
 

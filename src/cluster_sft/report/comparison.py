@@ -11,11 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster_sft.report.pairing import paired_error
-from cluster_sft.report.points import METRICS, Estimate, Group, Metric, setting, varying
+from cluster_sft.report.pairing import Z, margin, paired_error
+from cluster_sft.report.points import (
+    CONFIGURATION,
+    METRICS,
+    Estimate,
+    Group,
+    Metric,
+    setting,
+    varying,
+)
 from cluster_sft.report.results import Results
 
-Z = 1.959963984540054  # two-sided 95 % of a normal distribution
 REFERENCES = ("base", "full")  # outside the budget: shown, never ranked
 
 
@@ -48,11 +55,12 @@ def compare(results: Results, group: Group, other: Group, metric: Metric) -> Dif
     value = mine.value - theirs.value
     error = paired_error(results.items, metric, group, other)
     if error is not None:
-        return Difference(metric, group, other, value, Z * error, paired=True)
+        half = margin(error, metric, (group, other))
+        return Difference(metric, group, other, value, half, paired=True)
     errors = [_spread(metric, mine), _spread(metric, theirs)]
     known = [e for e in errors if e is not None]
-    margin = Z * math.hypot(*known) if len(known) == 2 else None
-    return Difference(metric, group, other, value, margin, paired=False)
+    half = margin(math.hypot(*known), metric, (group, other)) if len(known) == 2 else None
+    return Difference(metric, group, other, value, half, paired=False)
 
 
 def _spread(metric: Metric, estimate: Estimate) -> float | None:
@@ -86,13 +94,15 @@ def interval(metric: Metric, estimate: Estimate) -> tuple[float, float] | None:
     return max(0.0, center - half), min(1.0, center + half)
 
 
-def against(results: Results, strategy: str, other: str) -> list[Difference]:
+def against(
+    results: Results, strategy: str, other: str, *, metrics: Sequence[Metric] = METRICS
+) -> list[Difference]:
     """Compare two strategies on every metric wherever they share ratio and axes."""
     names = varying(results.groups)
     mine = [g for g in results.groups if g.strategy == strategy]
     theirs = [g for g in results.groups if g.strategy == other]
     pairs = [(a, b) for a in mine for b in theirs if _comparable(a, b, names)]
-    found = [compare(results, a, b, metric) for a, b in pairs for metric in METRICS]
+    found = [compare(results, a, b, metric) for a, b in pairs for metric in metrics]
     return [difference for difference in found if difference is not None]
 
 
@@ -107,9 +117,9 @@ def _comparable(a: Group, b: Group, names: Sequence[str]) -> bool:
 def best(results: Results, metric: Metric) -> set[int]:
     """Return the groups (positions) that beat every rival by more than the difference's error.
 
-    Rivals share ratio and axes. Groups outside the budget (base, full) neither rank nor rival.
+    Rivals have the same budget: the same data, rows and epochs. Groups outside it (base, full)
+    neither rank nor rival.
     """
-    names = varying(results.groups)
     ranked = [
         (i, g)
         for i, g in enumerate(results.groups)
@@ -117,8 +127,13 @@ def best(results: Results, metric: Metric) -> set[int]:
     ]
     winners = set()
     for i, group in ranked:
-        rivals = [g for j, g in ranked if j != i and _comparable(group, g, names)]
+        rivals = [g for j, g in ranked if j != i and _budget(g) == _budget(group)]
         found = [compare(results, group, rival, metric) for rival in rivals]
         if found and all(d is not None and d.outcome == "better" for d in found):
             winners.add(i)
     return winners
+
+
+def _budget(group: Group) -> tuple[object, ...]:
+    """Return what groups must share for one of them to be the best of a column."""
+    return (setting(group, CONFIGURATION), group.costs["rows"], setting(group, "train.epochs"))

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from cluster_sft.report.comparison import Difference, against
 from cluster_sft.report.labels import axis_name, show, show_count
-from cluster_sft.report.points import METRICS, Metric, setting, varying
+from cluster_sft.report.points import (
+    CONFIGURATION,
+    METRICS,
+    Metric,
+    Value,
+    configurations,
+    setting,
+    varying,
+)
 from cluster_sft.report.results import Results
 from cluster_sft.report.tables import metrics_of
 
@@ -139,24 +147,34 @@ def notes(results: Results) -> list[str]:
 
 def _training_notes(results: Results) -> list[str]:
     """Say how training moved the held-out loss of the untrained model."""
+    names = configurations(results.groups)
+    return [note for name in names for note in _training_note(results, name)]
+
+
+def _training_note(results: Results, configuration: Value | None) -> list[str]:
+    """Say it of one configuration, by name where there are several."""
     metric = METRICS[0]
-    base = next(
-        (g.estimates.get(metric.name) for g in results.groups if g.strategy == "base"), None
-    )
-    trained = [g for g in results.groups if g.strategy != "base" and metric.name in g.estimates]
+    scored = [
+        g
+        for g in results.groups
+        if setting(g, CONFIGURATION) == configuration and metric.name in g.estimates
+    ]
+    base = next((g.estimates[metric.name] for g in scored if g.strategy == "base"), None)
+    trained = [g for g in scored if g.strategy != "base"]
     if base is None or not trained:
         return []
+    place = f" of {configuration}" if configuration is not None else ""
     failed = [g for g in trained if g.estimates[metric.name].value >= base.value]
     if failed:
         names = _join(list(dict.fromkeys(g.strategy for g in failed)))
         return [
-            f"Training did not lower the held-out NLL of the untrained model "
+            f"Training did not lower the held-out NLL of the untrained model{place} "
             f"({show(metric, base.value)}) for {names}."
         ]
     values = [g.estimates[metric.name].value for g in trained]
     named = [f"{show(metric, v)} ({g.strategy})" for g, v in zip(trained, values, strict=True)]
     ends = f"between {show(metric, min(values))} and {show(metric, max(values))}"
     return [
-        f"Training lowers the held-out NLL from {show(metric, base.value)} (base) to "
+        f"Training lowers the held-out NLL{place} from {show(metric, base.value)} (base) to "
         f"{_join(named) if len(named) <= 3 else ends} nats per token."
     ]

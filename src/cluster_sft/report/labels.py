@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster_sft.report.points import Estimate, Group, Metric, setting
+from cluster_sft.report.points import CONFIGURATION, Estimate, Group, Metric, setting
 
 AXES = {  # axis: (short name in labels, title on an axis)
+    CONFIGURATION: ("configuration", "Configuration"),
     "ratio": ("r", "Selection ratio r"),
     "cluster.k": ("K", "Clusters K"),
     "cluster.alpha": ("\u03b1", "Capacity factor \u03b1"),
@@ -35,14 +36,20 @@ def axis_name(axis: str) -> str:
 def settings_text(group: Group, names: Sequence[str]) -> str:
     """Return a group's values of the named settings, as `r 0.5, K 8`."""
     found = [(name, setting(group, name)) for name in names]
-    return ", ".join(f"{axis_name(name)} {value}" for name, value in found if value is not None)
+    words = [
+        str(value) if name == CONFIGURATION else f"{axis_name(name)} {value}"
+        for name, value in found
+        if value is not None
+    ]
+    return ", ".join(words)
 
 
 def label(group: Group, names: Sequence[str]) -> str:
     """Return a group's name: its strategy, with the settings that tell groups apart."""
-    if group.strategy == "base" or not (text := settings_text(group, names)):
-        return group.strategy
-    return f"{group.strategy}, {text}"
+    if group.strategy == "base":  # the model before training, which no other setting touches
+        names = [name for name in names if name == CONFIGURATION]
+    text = settings_text(group, names)
+    return f"{group.strategy}, {text}" if text else group.strategy
 
 
 def show(metric: Metric, value: float) -> str:

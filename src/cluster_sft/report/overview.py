@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster_sft.artifacts import MANIFEST, SUMMARY, read_json, read_table
 from cluster_sft.report.labels import axis_name, label
-from cluster_sft.report.points import Point, varying
+from cluster_sft.report.points import CONFIGURATION, Point, setting, varying
 from cluster_sft.report.results import Results, selected_sizes
 
 REASONS = {"max_samples": "beyond max_samples"}
@@ -59,10 +59,14 @@ class Source:
 
 
 def way(results: Results, clusterings: Sequence[Clustering]) -> list[Step]:
-    """Return the rows of the source, each drop by reason, what is left, and each subset."""
-    prepare = next((p.prepare for p in results.points if p.prepare is not None), None)
-    if prepare is None:
+    """Return the rows of the source, each drop by reason, what is left, and each subset.
+
+    Empty where points are of several sources, or of none.
+    """
+    sources = {p.prepare for p in results.points if p.prepare is not None}
+    if len(sources) != 1:
         return []
+    (prepare,) = sources
     kept = read_table(prepare, "dataset.parquet", ["id"]).height
     heldout = read_table(prepare, "heldout.parquet", ["id"]).height
     reasons = (
@@ -134,7 +138,8 @@ def _cluster_title(summary: Mapping[str, Any], point: Point) -> str:
     swept = [k for k in point.axes if k.startswith("cluster.") and k != "cluster.k"]
     rest = [f"{axis_name(k)} = {point.axes[k]}" for k in swept if k != "cluster.alpha"]
     alpha = f"{axis_name('cluster.alpha')} = {summary['alpha']:g}"
-    return ", ".join([f"K = {summary['k']}", alpha, *rest])
+    own = [str(name)] if (name := setting(point, CONFIGURATION)) is not None else []
+    return ", ".join([*own, f"K = {summary['k']}", alpha, *rest])
 
 
 def not_run(results: Results) -> list[tuple[str, str, str]]:
@@ -153,6 +158,7 @@ def sources(points: Sequence[Point]) -> list[Source]:
     leaves: dict[Path, None] = {}
     for stage in ("prepare", "embed", "cluster", "select", "train"):
         leaves |= dict.fromkeys(leaf for p in points if (leaf := getattr(p, stage)) is not None)
+    leaves |= dict.fromkeys(leaf for p in points for leaf in p.scores.values())
     leaves |= dict.fromkeys(leaf for p in points for leaf in p.evaluate.values())
     found = []
     for leaf in leaves:
@@ -175,7 +181,9 @@ def parameters(points: Sequence[Point]) -> list[tuple[str, str, str]]:
     values: dict[tuple[str, str], dict[str, None]] = {}
     for point in points:
         leaves = [
-            *(getattr(point, s) for s in ("prepare", "embed", "cluster", "select", "train")),
+            *(getattr(point, s) for s in ("prepare", "embed", "cluster")),
+            *point.scores.values(),
+            *(getattr(point, s) for s in ("select", "train")),
             *point.evaluate.values(),
         ]
         for leaf in leaves:

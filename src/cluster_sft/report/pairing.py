@@ -14,12 +14,22 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from scipy.special import stdtrit
 
-from cluster_sft.report.points import METRICS, Group, Metric, Point
+from cluster_sft.report.points import (
+    CONFIGURATION,
+    METRICS,
+    Group,
+    Metric,
+    Point,
+    configurations,
+    setting,
+)
 
 SAMPLES = "samples.jsonl"
+Z = 1.959963984540054  # two-sided 95 % of a normal distribution
 ITEMS = {"id": pl.String, "weight": pl.Float64, "total": pl.Float64}
-Items = Mapping[str, Mapping[int, pl.DataFrame]]  # metric -> point -> a row an item
+Items = Mapping[str, Mapping[int, pl.DataFrame]]  # metric or suite/metric -> point -> items
 
 
 def _heldout(row: Mapping[str, Any]) -> tuple[str, float, float]:
@@ -48,21 +58,27 @@ READERS: dict[str, Callable[[Mapping[str, Any]], tuple[str, float, float]]] = {
 
 
 def read_items(points: Sequence[Point], scores: pl.DataFrame) -> Items:
-    """Read the items of each metric that a single suite gave.
+    """Read the items of each metric of each suite, and of a metric that a single suite gave.
 
     Items whose score is not the reported one (several tasks of unequal size, several answers to a
     question) are left out: they cannot stand for it.
     """
     found: dict[str, dict[int, pl.DataFrame]] = {}
-    for metric in METRICS:
-        reported = scores.filter(pl.col("metric") == metric.name)
-        if reported["suite"].n_unique() != 1:
-            continue
-        for position, suite, value in reported.select("point", "suite", "value").iter_rows():
-            path = points[position].evaluate[suite] / SAMPLES
-            items = _read(path, READERS[metric.name]) if path.is_file() else None
-            if items is not None and math.isclose(_score(items), value, rel_tol=1e-6, abs_tol=1e-9):
-                found.setdefault(metric.name, {})[position] = items
+    for name in configurations(points):
+        own = [i for i, p in enumerate(points) if setting(p, CONFIGURATION) == name]
+        for metric in METRICS:
+            mine = (pl.col("metric") == metric.name) & pl.col("point").is_in(own)
+            reported = scores.filter(mine).select("point", "suite", "value")
+            single = reported["suite"].n_unique() == 1
+            for position, suite, value in reported.iter_rows():
+                path = points[position].evaluate[suite] / SAMPLES
+                items = _read(path, READERS[metric.name]) if path.is_file() else None
+                if items is None or not math.isclose(
+                    _score(items), value, rel_tol=1e-6, abs_tol=1e-9
+                ):
+                    continue
+                for key in [f"{suite}/{metric.name}", *([metric.name] if single else [])]:
+                    found.setdefault(key, {})[position] = items
     return found
 
 
@@ -88,12 +104,28 @@ def _score(items: pl.DataFrame) -> float:
     return float(items["total"].sum()) / float(items["weight"].sum())
 
 
+def margin(error: float, metric: Metric, sides: Sequence[Group]) -> float:
+    """Return the half-width of the 95 % interval of a difference with this standard error.
+
+    The part sd^2 / n that n seeds of a side add rests on n - 1 degrees of freedom, what the items
+    add on so many that it counts as known. Student's t then has
+    error^4 / sum((sd^2 / n)^2 / (n - 1)) degrees of freedom (Welch, 1947; Satterthwaite, 1946):
+    two seeds that disagree say little about a third.
+    """
+    doubt = 0.0
+    for side in sides:
+        n = len(side.points)
+        if sd := side.estimates[metric.name].sd:
+            doubt += (sd**2 / n) ** 2 / (n - 1)
+    return error * (float(stdtrit(error**4 / doubt, 0.975)) if doubt else Z)
+
+
 def paired_error(items: Items, metric: Metric, group: Group, other: Group) -> float | None:
     """Return the standard error of the difference of two scores on the same items, else None.
 
     With d_i the difference of an item's totals and D that of the scores, the residuals
-    d_i - D t_i give the variance n / (n - 1) * sum (d_i - D t_i)^2 / (sum t_i)^2. For shares it is
-    the one of Agresti and Min (2005), which stays positive where no item differs:
+    d_i - D t_i give the variance n / (n - 1) * sum (d_i - D t_i)^2 / (sum t_i)^2. For shares of
+    equal items it is the one of Agresti and Min (2005), which stays positive where no item differs:
     (sum d_i^2 + 1 - (sum d_i)^2 / (n + 2)) / (n + 2)^2. Seeds add sd^2 / seeds of each side.
     """
     of_point = items.get(metric.name, {})
@@ -105,7 +137,7 @@ def paired_error(items: Items, metric: Metric, group: Group, other: Group) -> fl
     if n != len(mine) or n != len(theirs) or n < 2:
         return None
     gap = (both["total"] - both["total_other"]).to_numpy()
-    if metric.is_share:
+    if metric.is_share and (both["weight"] == 1).all():
         variance = (np.square(gap).sum() + 1 - gap.sum() ** 2 / (n + 2)) / (n + 2) ** 2
     else:
         weight = both["weight"].to_numpy()

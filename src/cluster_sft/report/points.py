@@ -2,6 +2,7 @@
 
 A *point* is one trained model with its scores (or the untrained model, strategy `base`). Points
 that differ in nothing but seeds form a *group*; its estimates are means over the seeds.
+Points of several parameter files carry the file's name as the axis `configuration`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 Value = str | float | int
+CONFIGURATION = "configuration"
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Point:
     evaluate: Mapping[str, Path] = field(default_factory=dict)
     prepare: Path | None = None
     embed: Path | None = None
+    scores: Mapping[str, Path] = field(default_factory=dict)  # step of stage score -> its leaf
 
 
 @dataclass(frozen=True)
@@ -128,3 +131,8 @@ def varying(groups: Sequence[Group]) -> tuple[str, ...]:
 def setting(group: Group | Point, name: str) -> Value | None:
     """Return a group's ratio or the value of one of its axes, None where it has none."""
     return group.ratio if name == "ratio" else group.axes.get(name)
+
+
+def configurations(points: Sequence[Group | Point]) -> list[Value | None]:
+    """Return the parameter files that points are of, in order; [None] where all are of one."""
+    return list(dict.fromkeys(p.axes.get(CONFIGURATION) for p in points))

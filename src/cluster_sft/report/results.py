@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,18 @@ import polars as pl
 from cluster_sft.artifacts import SUMMARY, read_json, read_table
 from cluster_sft.errors import UserError
 from cluster_sft.report.pairing import Items, read_items
-from cluster_sft.report.points import CONTRACT, COSTS, METRICS, Estimate, Group, Metric, Point
+from cluster_sft.report.points import (
+    CONFIGURATION,
+    CONTRACT,
+    COSTS,
+    METRICS,
+    Estimate,
+    Group,
+    Metric,
+    Point,
+    Value,
+    setting,
+)
 
 
 @dataclass(frozen=True)
@@ -113,12 +124,14 @@ def _summarize(points: Sequence[Point], scores: pl.DataFrame) -> pl.DataFrame:
     """Build summary.csv: the contract's columns, then swept axes, errors and single suites."""
     rows: list[dict[str, Any]] = []
     for position, point in enumerate(points):
+        own = [i for i, p in enumerate(points) if _configuration(p) == _configuration(point)]
+        peers = scores.filter(pl.col("point").is_in(own))
         mine = scores.filter(pl.col("point") == position)
         rows.append(
             {"strategy": point.strategy, "ratio": point.ratio, "seed": point.seed}
             | _read_costs(point)
             | dict(point.axes)
-            | _suite_means(mine, scores)
+            | _suite_means(mine, peers)
             | _single_suites(mine, scores)
         )
     extra = dict.fromkeys(key for row in rows for key in row if key not in CONTRACT)
@@ -129,6 +142,10 @@ def _summarize(points: Sequence[Point], scores: pl.DataFrame) -> pl.DataFrame:
             for name in (*CONTRACT, *extra)
         ]
     )
+
+
+def _configuration(point: Point) -> Value | None:
+    return setting(point, CONFIGURATION)
 
 
 def _column(name: str, values: list[Any], *, integer: bool) -> pl.Series:
@@ -156,16 +173,16 @@ def _read_costs(point: Point) -> dict[str, float | int | None]:
     return costs
 
 
-def _suite_means(mine: pl.DataFrame, scores: pl.DataFrame) -> dict[str, Any]:
+def _suite_means(mine: pl.DataFrame, peers: pl.DataFrame) -> dict[str, Any]:
     """Return each metric's unweighted mean over its suites, its standard error and its items.
 
-    Suites that ran for no point are left out; a point that lacks one of the others has no mean,
+    Suites that ran for no peer are left out; a point that lacks one of the others has no mean,
     because means over different suites do not compare. Suites are independent: the error of the
     mean of J suites is sqrt(sum of squared errors) / J.
     """
     cells: dict[str, Any] = {}
     for metric in METRICS:
-        suites = scores.filter(pl.col("metric") == metric.name)["suite"].n_unique()
+        suites = peers.filter(pl.col("metric") == metric.name)["suite"].n_unique()
         found = mine.filter(pl.col("metric") == metric.name)
         if not suites or len(found) < suites:
             continue
@@ -208,9 +225,9 @@ def _group(points: Sequence[Point], summary: pl.DataFrame) -> tuple[Group, ...]:
             points=tuple(positions),
             costs={name: _mean([rows[p][name] for p in positions]) for name in COSTS},
             estimates={
-                m.name: estimate
+                m.name: found
                 for m in METRICS
-                if (estimate := _estimate(m, [rows[p] for p in positions])) is not None
+                if (found := estimate(m, [rows[p] for p in positions])) is not None
             },
         )
         for (strategy, ratio, axes), positions in members.items()
@@ -222,13 +239,13 @@ def _mean(values: list[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def _estimate(metric: Metric, rows: list[dict[str, Any]]) -> Estimate | None:
-    """Average a metric over seeds.
+def estimate(metric: Metric, rows: Sequence[Mapping[str, Any]]) -> Estimate | None:
+    """Average a metric over seeds: a row of the summary each. None where none has it.
 
     All seeds answer the same items, so item error does not shrink with the number of seeds:
     variance of the mean = mean squared item error + sd^2 / seeds.
     """
-    rows = [row for row in rows if row[metric.name] is not None]
+    rows = [row for row in rows if row.get(metric.name) is not None]
     if not rows:
         return None
     values = [row[metric.name] for row in rows]

@@ -14,7 +14,7 @@ from cluster_sft.report.labels import (
     show_duration,
     show_estimate,
 )
-from cluster_sft.report.points import METRICS, Group, Metric, setting, varying
+from cluster_sft.report.points import CONFIGURATION, METRICS, Group, Metric, setting, varying
 from cluster_sft.report.results import Results
 
 NONE = "\u2013"
@@ -61,8 +61,13 @@ def results_table(results: Results) -> Table:
 
 
 def _identity(group: Group, names: Sequence[str]) -> list[Cell]:
-    settings = [setting(group, name) for name in names]
-    words = [Cell(NONE if v is None or group.strategy == "base" else str(v)) for v in settings]
+    shown = {
+        name: value
+        for name in names
+        if (value := setting(group, name)) is not None
+        and (group.strategy != "base" or name == CONFIGURATION)
+    }
+    words = [Cell(str(shown.get(name, NONE))) for name in names]
     return [Cell(group.strategy, style=group.strategy), *words]
 
 
