@@ -9,9 +9,11 @@ import pytest
 
 from cluster_sft import suites
 from cluster_sft.errors import UserError
-from cluster_sft.suites import Evaluation, Rule, lm_eval
+from cluster_sft.rendering import Renderer, render_prompt
+from cluster_sft.suites import Evaluation, Rule, _task_files, lm_eval
 
 MCQ = Path(__file__).parents[1] / "data/suites/stdlib-mcq"
+MEDMCQA = MCQ.parent / "medmcqa"
 TASK = """
 task: {name}
 dataset_path: json
@@ -99,7 +101,7 @@ def test_questions_of_the_project_are_distinct_and_balanced():
 
 
 def test_copied_task_has_absolute_data_and_keeps_its_functions(suite, tmp_path):
-    names = lm_eval.copy_tasks(suite / "tasks", tmp_path / "copy", cache=tmp_path / "cache")
+    names = _task_files.copy(suite / "tasks", tmp_path / "copy", cache=tmp_path / "cache")
     text = (tmp_path / "copy" / "first.yaml").read_text()
     assert names == ["first", "second"]
     assert f"test: {suite / 'tasks/rows.jsonl'}" in text
@@ -108,7 +110,7 @@ def test_copied_task_has_absolute_data_and_keeps_its_functions(suite, tmp_path):
 
 def test_include_of_lm_evals_own_task_becomes_its_file(suite, tmp_path):
     (suite / "tasks" / "own.yaml").write_text("include: lm_eval/medmcqa/medmcqa.yaml\ntask: own\n")
-    lm_eval.copy_tasks(suite / "tasks", tmp_path / "copy", cache=tmp_path)
+    _task_files.copy(suite / "tasks", tmp_path / "copy", cache=tmp_path)
     line = next(
         line
         for line in (tmp_path / "copy/own.yaml").read_text().splitlines()
@@ -141,14 +143,80 @@ def test_task_that_runs_generated_code_is_refused(suite, tmp_path):
         lm_eval.load_tasks(evaluation(suite, "model", tmp_path, tasks=["first"]))
 
 
-def test_chat_template_with_another_training_template_is_an_error(suite, tiny_model_dir, tmp_path):
-    rule = Rule(dtype="fp32", template="alpaca")
-    with pytest.raises(UserError, match=r"apply_chat_template needs model\.template: auto"):
-        lm_eval.run(
-            evaluation(
-                suite, tiny_model_dir, tmp_path, rule, tasks=["first"], apply_chat_template=True
-            )
-        )
+def test_questions_are_turns_of_the_training_template(
+    suite, tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch
+):
+    seen: list[str] = []
+    render = lm_eval.render_turns
+
+    def spy(*arguments, **options):
+        seen.append(render(*arguments, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(lm_eval, "render_turns", spy)
+    rule = Rule(dtype="fp32", template="alpaca", limit=1)
+    lm_eval.run(
+        evaluation(suite, tiny_model_dir, tmp_path, rule, tasks=["first"], apply_chat_template=True)
+    )
+    question = [{"role": "user", "content": "Q 0"}]
+    assert set(seen) == {render_prompt(tiny_tokenizer, "alpaca", question)}
+
+
+def test_description_opens_the_first_question_and_an_answer_may_be_begun(tiny_tokenizer):
+    renderer = Renderer.of(tiny_tokenizer, template="magicoder")
+    turns = [
+        {"role": "system", "content": "About bones.\n\n"},
+        {"role": "user", "content": "Which?"},
+        {"role": "assistant", "content": "The"},
+    ]
+    text = lm_eval.render_turns(renderer, turns, add_generation_prompt=False)
+    assert text.endswith("@@ Instruction\nAbout bones.\n\nWhich?\n\n@@ Response\nThe")
+    assert text.startswith("You are an exceptionally intelligent coding assistant")
+
+
+def test_chat_template_that_does_not_exist_is_an_error(suite, tiny_model_dir, tmp_path):
+    from transformers import AutoTokenizer
+
+    bare = AutoTokenizer.from_pretrained(tiny_model_dir)
+    bare.chat_template = None
+    asked = evaluation(suite, tiny_model_dir, tmp_path, tasks=["first"], apply_chat_template=True)
+    with pytest.raises(UserError, match=r"tokenizer has none; set model\.template"):
+        lm_eval.renderer_of(asked, bare)
+
+
+def test_local_file_takes_the_place_of_the_data_set(tmp_path):
+    """Without network: the project's suite would read the Hub."""
+    file = tmp_path / "mine.json"
+    row = {"question": "Q", "opa": "a", "opb": "b", "opc": "c", "opd": "d"}
+    file.write_text("".join(json.dumps({**row, "cop": cop}) + "\n" for cop in (4, 1)))
+    spec = {"tasks": ["medmcqa"], "num_fewshot": 0, "data_files": {"medmcqa": str(file)}}
+    tasks, _ = lm_eval.load_tasks(evaluation(MEDMCQA, "model", tmp_path, **spec))
+    docs = list(tasks["medmcqa"].test_docs())
+    assert [tasks["medmcqa"].doc_to_target(doc) for doc in docs] == [3, 0]
+    assert tasks["medmcqa"].doc_to_text(docs[0]) == (
+        "Question: Q\nChoices:\nA. a\nB. b\nC. c\nD. d\nAnswer:"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"data_files": {"other": "x.json"}}, "'other' is no task of the folder `include`"),
+        ({"data_files": {"first": 3}}, "must map tasks to files, got 'first': 3"),
+        ({"data_files": {"first": "x.json"}, "num_fewshot": 2}, "num_fewshot must be 0, got 2"),
+        ({"data_files": {"first": "x.json"}}, "layout of task 'first' is not known"),
+    ],
+)
+def test_local_files_that_fit_no_task_are_an_error(suite, tmp_path, spec, message):
+    with pytest.raises(UserError, match=message):
+        lm_eval.load_tasks(evaluation(suite, "model", tmp_path, tasks=["first"], **spec))
+
+
+def test_local_files_outside_the_suites_folder_count_in_its_key(tmp_path):
+    (tmp_path / "mine").mkdir()
+    text = "{kind: lm_eval, tasks: [t], include: tasks, data_files: {t: ../q.json, u: own.json}}"
+    (tmp_path / "mine/suite.yaml").write_text(text)
+    assert suites.outside_files(tmp_path / "mine") == [tmp_path / "mine/../q.json"]
 
 
 @pytest.mark.parametrize("tasks", [[], [3]])
@@ -159,10 +227,10 @@ def test_tasks_that_are_no_names_are_an_error(suite, tmp_path, tasks):
 
 def test_missing_task_folder_and_broken_task_file_are_errors(suite, tmp_path):
     with pytest.raises(UserError, match="is no folder"):
-        lm_eval.copy_tasks(suite / "gone", tmp_path / "copy", cache=tmp_path)
+        _task_files.copy(suite / "gone", tmp_path / "copy", cache=tmp_path)
     (suite / "tasks/first.yaml").write_text("a: [")
     with pytest.raises(UserError, match=r"first\.yaml: cannot be read as YAML"):
-        lm_eval.copy_tasks(suite / "tasks", tmp_path / "copy", cache=tmp_path)
+        _task_files.copy(suite / "tasks", tmp_path / "copy", cache=tmp_path)
 
 
 def test_tasks_outside_the_suites_folder_count_in_its_key(tmp_path):

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from cluster_sft.errors import UserError
-from cluster_sft.suites import Evaluation, Kind, Metric, Scores
+from cluster_sft.errors import UserError, known_names
+from cluster_sft.suites import Evaluation, Kind, Metric, Scores, _task_files
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedTokenizerBase
+
+    from cluster_sft.rendering import Renderer
 
 # Fixed, since the make-up of a batch decides how low-precision sums are rounded.
 BATCH_ROWS = 8
 ACCURACY = ("acc", "exact_match")  # what counts as a task's accuracy, in this order
-BUILT_IN = "lm_eval/"  # in `include:` of a local task file: lm-eval's own folder of tasks
 
 
 def run(evaluation: Evaluation) -> Scores:
     """Score the model on the suite's tasks, on the first `limit` questions of each.
 
-    `lm_eval_acc` is the unweighted mean of the tasks' accuracies, with the standard error of
-    independent tasks, sqrt(sum se^2) / tasks; of several tasks each metric is listed too.
+    With `apply_chat_template` questions are turns of the training template. `lm_eval_acc` is the
+    unweighted mean of the tasks' accuracies, with the standard error of independent tasks,
+    sqrt(sum se^2) / tasks; of several tasks each metric is listed too.
 
     Raises:
         UserError: a task is unknown, unsafe or without accuracy, or its data are out of reach.
@@ -43,22 +44,21 @@ def run(evaluation: Evaluation) -> Scores:
     tasks, manager = load_tasks(evaluation)
     tokenizer = load_tokenizer(evaluation.model)
     chat = evaluation.spec.get("apply_chat_template", False)
-    if chat and (evaluation.params.template != "auto" or not tokenizer.chat_template):
-        raise UserError(
-            f"{evaluation.suite / 'suite.yaml'}: apply_chat_template needs model.template: auto "
-            f"and a tokenizer with a template, got template {evaluation.params.template!r}"
-        )
+    render = renderer_of(evaluation, tokenizer) if chat else None
     model = load_model(evaluation.model, dtype=evaluation.params.dtype, device="auto")
     # Decorators hide the signatures of both from type checkers.
     simple_evaluate: Any = evaluator.simple_evaluate
     wrap: Any = huggingface.HFLM
+    wrapped = wrap(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=BATCH_ROWS,
+        softmax_dtype="float32",
+    )
+    if render:
+        wrapped.apply_chat_template = render
     results = simple_evaluate(
-        model=wrap(
-            pretrained=model,
-            tokenizer=tokenizer,
-            batch_size=BATCH_ROWS,
-            softmax_dtype="float32",
-        ),
+        model=wrapped,
         tasks=list(tasks.values()),
         task_manager=manager,
         num_fewshot=evaluation.spec.get("num_fewshot"),
@@ -67,6 +67,44 @@ def run(evaluation: Evaluation) -> Scores:
     )
     evaluation.write_samples(_samples(results["samples"]))
     return Scores(_metrics(results, evaluation.suite), details={"tasks": sorted(tasks)})
+
+
+def renderer_of(
+    evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase
+) -> Callable[..., str] | None:
+    """Return what renders lm-eval's turns by a named template; None leaves it to the tokenizer.
+
+    Raises:
+        UserError: an unknown template, or "auto" and the tokenizer has none.
+    """
+    from cluster_sft.rendering import Renderer
+
+    template = evaluation.params.template
+    if template != "auto":
+        return functools.partial(render_turns, Renderer.of(tokenizer, template=template))
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{evaluation.suite / 'suite.yaml'}: apply_chat_template needs a template, and the "
+            "tokenizer has none; set model.template to one of its names"
+        )
+    return None
+
+
+def render_turns(
+    renderer: Renderer, turns: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+) -> str:
+    """Return turns as the training template has them, up to where the answer starts.
+
+    A system turn, lm-eval's description of a task, opens the first question: named templates begin
+    with a line of their own that training never leaves out. Without `add_generation_prompt` the
+    last turn is the answer's beginning.
+    """
+    messages = [dict(turn) for turn in turns]
+    begun = "" if add_generation_prompt else messages.pop()["content"]
+    if messages[0]["role"] == "system":
+        description = messages.pop(0)["content"]
+        messages[0]["content"] = f"{description.rstrip()}\n\n{messages[0]['content']}"
+    return renderer.prompt(messages).text + begun
 
 
 def load_tasks(evaluation: Evaluation) -> tuple[dict[str, Task], TaskManager]:
@@ -84,10 +122,19 @@ def load_tasks(evaluation: Evaluation) -> tuple[dict[str, Task], TaskManager]:
         raise UserError(f"{where}: tasks must be a list of names, got {wanted!r}")
     local: list[str] = []
     folder = None
+    files = data_files(evaluation)
     if include := evaluation.spec.get("include"):
         folder = evaluation.scratch / "tasks"
-        local = copy_tasks(
-            evaluation.suite / include, folder, cache=evaluation.scratch / "datasets"
+        local = _task_files.copy(
+            evaluation.suite / include,
+            folder,
+            cache=evaluation.scratch / "datasets",
+            data_files=files,
+        )
+    if missing := [name for name in files if name not in local]:
+        raise UserError(
+            f"{where}: data_files: {missing[0]!r} is no task of the folder `include`; "
+            f"{known_names(missing[0], local)}"
         )
     # Looking through lm-eval's thousands of tasks takes seconds.
     all_local = set(wanted) <= set(local)
@@ -100,7 +147,7 @@ def load_tasks(evaluation: Evaluation) -> tuple[dict[str, Task], TaskManager]:
         text = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
             f"{where}: lm-eval cannot load {', '.join(wanted)}: {text}; check the names, connect "
-            "to the network (HF_HUB_OFFLINE unset), or give local data_files in a task file"
+            "to the network (HF_HUB_OFFLINE unset), or name local files under data_files"
         ) from error
     if unsafe := [name for name, task in tasks.items() if getattr(task, "UNSAFE_CODE", False)]:
         raise UserError(
@@ -110,53 +157,28 @@ def load_tasks(evaluation: Evaluation) -> tuple[dict[str, Task], TaskManager]:
     return tasks, manager
 
 
-def copy_tasks(source: Path, target: Path, *, cache: Path) -> list[str]:
-    """Copy a folder of task files with its paths made absolute; return the names of its tasks.
-
-    `data_files` that exist beside a task file become absolute, with `cache` as the cache of their
-    data set; an `include:` that starts with `lm_eval/` becomes the file of lm-eval's own tasks.
+def data_files(evaluation: Evaluation) -> dict[str, Path]:
+    """Return the suite's local files of questions, by task.
 
     Raises:
-        UserError: the folder does not exist or a task file is no YAML mapping.
+        UserError: it is no mapping of names to paths, or examples are asked for beside it.
     """
-    if not source.is_dir():
-        raise UserError(f"{source.parent / 'suite.yaml'}: include: {source} is no folder")
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target)
-    names = []
-    for path in sorted(target.rglob("*.yaml")):
-        original = source / path.relative_to(target)
-        try:
-            config = yaml.load(original.read_text(encoding="utf-8"), Loader=_Loader)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"{original}: cannot be read as YAML: {error}") from error
-        if not isinstance(config, dict):
-            raise UserError(f"{original}: must be a mapping, as lm-eval's task files are")
-        _make_absolute(config, original.parent.resolve(), cache.resolve())
-        path.write_text(yaml.dump(config, Dumper=_Dumper, allow_unicode=True), encoding="utf-8")
-        names += [config["task"]] if isinstance(config.get("task"), str) else []
-    return names
+    where = evaluation.suite / "suite.yaml"
+    given = evaluation.spec.get("data_files", {})
+    for task, path in given.items():
+        if not isinstance(task, str) or not isinstance(path, str):
+            raise UserError(f"{where}: data_files must map tasks to files, got {task!r}: {path!r}")
+    if given and evaluation.spec.get("num_fewshot"):
+        raise UserError(
+            f"{where}: data_files hold the questions alone, so num_fewshot must be 0, "
+            f"got {evaluation.spec['num_fewshot']}"
+        )
+    return {task: evaluation.suite / path for task, path in given.items()}
 
 
-def _make_absolute(config: dict[str, Any], home: Path, cache: Path) -> None:
-    from lm_eval import tasks
-
-    if str(config.get("include", "")).startswith(BUILT_IN):
-        config["include"] = str(Path(tasks.__path__[0], config["include"].removeprefix(BUILT_IN)))
-    arguments = config.get("dataset_kwargs")
-    if not isinstance(arguments, dict) or "data_files" not in arguments:
-        return
-    # The default cache tells files apart by name and time, and outlives this run.
-    arguments.setdefault("cache_dir", str(cache))
-
-    def absolute(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: absolute(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [absolute(each) for each in value]
-        return str(home / value) if (home / value).exists() else value
-
-    arguments["data_files"] = absolute(arguments["data_files"])
+def _outside(spec: Mapping[str, Any]) -> list[str]:
+    include = [spec["include"]] if "include" in spec else []
+    return [*include, *map(str, spec.get("data_files", {}).values())]
 
 
 def _metrics(results: Mapping[str, Any], suite: Path) -> list[Metric]:
@@ -206,30 +228,6 @@ def _samples(samples: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[dict[st
             yield {"task": task} | {name: sample[name] for name in kept}
 
 
-class _Function(str):
-    """The text after a `!function` tag."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads task files with their `!function` tags unresolved."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads."""
-
-
-def _read_function(loader: yaml.SafeLoader, node: yaml.Node) -> _Function:
-    assert isinstance(node, yaml.ScalarNode)
-    return _Function(loader.construct_scalar(node))
-
-
-def _write_function(dumper: yaml.SafeDumper, text: _Function) -> yaml.Node:
-    return dumper.represent_scalar("!function", str(text))
-
-
-_Loader.add_constructor("!function", _read_function)
-_Dumper.add_representer(_Function, _write_function)
-
 KIND = Kind(
     run,
     options={
@@ -237,7 +235,8 @@ KIND = Kind(
         "include": str,
         "num_fewshot": int,
         "apply_chat_template": bool,
+        "data_files": dict,
     },
     required=("tasks",),
-    files=lambda spec: [spec["include"]] if "include" in spec else [],
+    files=_outside,
 )
