@@ -68,6 +68,7 @@ class ChatTemplate:
     _heads: dict[Shape, str | None] = field(default_factory=dict)
     _labels: dict[Shape, str] = field(default_factory=dict)
     _ends: dict[Shape, tuple[str, str]] = field(default_factory=dict)
+    _headers: dict[Shape, str] = field(default_factory=dict)
 
     @functools.cached_property
     def _literals(self) -> re.Pattern[str] | None:
@@ -144,6 +145,19 @@ class ChatTemplate:
         if not supervised:
             raise TemplateRefusal("the template renders none of the assistant's turns")
         return Rendered(text, supervised, data)
+
+    def header(self, messages: Sequence[Message]) -> str:
+        """Return the assistant's header, which stands in front of the answer to `messages`.
+
+        It is what the generation prompt adds; all that follows the last turn's text if that is
+        nothing.
+        """
+        shape = _shape(messages)
+        if shape not in self._headers:
+            head = (self._tail(shape, prompt=True) or "") + self._label(shape)
+            added = head.removeprefix(self._tail(shape, prompt=False) or "")
+            self._headers[shape] = added or head
+        return self._headers[shape]
 
     def end_of_turn(self, shape: Shape) -> tuple[str, str]:
         """Return the control token that ends an assistant's turn, and the text in front of it.

@@ -92,6 +92,12 @@ class Renderer:
             return self.template.prompt(messages)
         return self._named(self.template, messages, context)
 
+    def header(self, messages: Sequence[Message]) -> str:
+        """Return the text that announces the answer to `messages`, the assistant's header."""
+        if isinstance(self.template, ChatTemplate):
+            return self.template.header(messages)
+        return self.template.after
+
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         """Return the token ids and labels of each rendered text, one leading BOS included."""
         return self.tokenization.encode(rendered)

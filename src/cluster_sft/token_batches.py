@@ -9,6 +9,7 @@ Legend: N rows, B rows of a batch, T its longest row, M its supervised positions
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,8 +129,27 @@ def pack_tokens(dataset: Path, folder: Path) -> None:
         raise UserError(
             f"{dataset}: {' and '.join(COLUMNS)} cannot be read ({error}); run prepare again"
         ) from error
-    offsets = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
-    np.save(folder / "offsets.partial.npy", offsets)
+    _save_offsets(folder, np.concatenate([[0], *lengths]))
+
+
+def write_tokens(rows: Iterable[tuple[np.ndarray, np.ndarray]], folder: Path) -> None:
+    """Write rows that no Parquet file holds, as `pack_tokens` does.
+
+    Args:
+        rows: input_ids and labels of each, int (T,).
+        folder: where to write.
+    """
+    lengths = [0]
+    with (folder / FLAT[0]).open("wb") as ids, (folder / FLAT[1]).open("wb") as labels:
+        for row in rows:
+            for file, values in zip((ids, labels), row, strict=True):
+                file.write(np.asarray(values, np.int32).tobytes())
+            lengths.append(len(row[0]))
+    _save_offsets(folder, np.array(lengths))
+
+
+def _save_offsets(folder: Path, lengths: np.ndarray) -> None:
+    np.save(folder / "offsets.partial.npy", np.cumsum(lengths, dtype=np.int64))
     (folder / "offsets.partial.npy").rename(folder / OFFSETS)
 
 
