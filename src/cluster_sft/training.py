@@ -7,8 +7,8 @@ are averaged by DDP. What a step computes does not depend on the number of proce
 Reads dataset.parquet and subset.parquet, joined by id. Writes a Hugging Face model directory,
 train_log.jsonl (a line per step), summary.json and tensorboard/; with LoRA the model is the merged
 one and adapter/ holds the adapter alone. `fit` is the same training for other stages.
-Dropout, in models that have it and in adapters, draws from (seed, process): only without it is the
-result independent of the process count.
+Dropout, in models that have it and in adapters, draws from (seed, step, forward pass): it changes
+with the size of forward passes, not with the process count.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ from cluster_sft.workload import check_processes, divisors
 if TYPE_CHECKING:
     from cluster_sft.params import Launch, TrainParams
 
+MOST_WORKERS = 8  # where no cluster needs one of its own
+
 
 def run(
     params: TrainParams, *, dataset: Path, subset: Path, out: Path, scratch: Path, launch: Launch
@@ -86,8 +88,8 @@ def fit(
     `checkpoints.save_snapshot`.
 
     Args:
-        settings: every field of TrainParams, as JSON values; `workers: None` lets each process
-            play one, or fewer processes where so many do not divide a batch.
+        settings: every field of TrainParams, as JSON values; `workers: None` cuts a step into
+            as many forward passes on any number of processes, of which at most 8 are started.
         dataset: a prepared leaf.
         subset: a selected leaf, see `training_rows.read_selection` and `write_subset`.
         out: empty folder.
@@ -108,8 +110,9 @@ def fit(
     meter = costs.start()
     processes = launch.processes
     if settings["workers"] is None:
-        processes = max(d for d in divisors(settings["global_batch_size"]) if d <= processes)
-        settings = {**settings, "workers": processes}
+        workers = max(d for d in divisors(settings["global_batch_size"]) if d <= MOST_WORKERS)
+        processes = max(d for d in divisors(workers) if d <= processes)
+        settings = {**settings, "workers": workers}
     params = cast("TrainParams", SimpleNamespace(**settings))
     check_processes(processes, workers=params.workers)
     use_gpu = launching.use_gpus(processes)
@@ -145,11 +148,8 @@ def fit(
 
 def _identity(job: Mapping[str, Any], selection: Selection) -> str:
     """Return a digest of what the run is: the same on any number of processes."""
-    settings = dict(job["params"])
-    if settings["batches"] == "random":
-        del settings["workers"]  # they split a step's rows, which are drawn without them
     rows = [selection.ids, selection.weights_K.tolist(), selection.clusters_N.tolist()]
-    marks = [settings, rows, job["snapshots"], job["keep_moments"]]
+    marks = [job["params"], rows, job["snapshots"], job["keep_moments"]]
     return hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
 
 
@@ -216,7 +216,6 @@ def _open_session(job: dict[str, Any], accelerator: Accelerator) -> Session:
             targets=params.lora_targets,
             seed=params.seed,
         )
-    torch.manual_seed(params.seed * accelerator.num_processes + accelerator.process_index)
     exact = _head_is_exact(model, rows, plan[0], accelerator.device)
     if launch.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -128,7 +129,7 @@ def _run_step(session: Session, index: int, *, is_due: bool) -> tuple[dict[str, 
         micro_batch=session.launch.micro_batch,
         batch_tokens=session.launch.batch_tokens,
     )
-    local, row_losses = _accumulate(session, shares[accelerator.process_index])
+    local, row_losses = _accumulate(session, index, shares[accelerator.process_index])
     facts = torch.stack([local, torch.full_like(local, float(is_due))])
     loss, due = cast("Tensor", accelerator.reduce(facts, reduction="sum")).tolist()
     if not math.isfinite(loss):
@@ -156,7 +157,7 @@ def _run_step(session: Session, index: int, *, is_due: bool) -> tuple[dict[str, 
 
 
 def _accumulate(
-    session: Session, share: list[MicroBatch]
+    session: Session, index: int, share: list[MicroBatch]
 ) -> tuple[Tensor, list[tuple[MicroBatch, Tensor]]]:
     """Backpropagate a process's share of a step.
 
@@ -167,6 +168,8 @@ def _accumulate(
     seen = []
     for number, micro in enumerate(share, start=1):
         is_last = number == len(share)
+        # A step has a row once, so that dropout draws alike whichever process computes this.
+        torch.manual_seed(_dropout_seed(session.params.seed, index, int(micro.rows[0])))
         with nullcontext() if is_last else accelerator.no_sync(session.row_loss):
             with _autocast(session):
                 losses = session.row_loss(
@@ -179,6 +182,10 @@ def _accumulate(
         total += weighted.detach()
         seen.append((micro, losses.detach()))
     return total, seen
+
+
+def _dropout_seed(seed: int, index: int, row: int) -> int:
+    return int(np.random.SeedSequence([seed, index, row]).generate_state(1, np.uint64)[0])
 
 
 def _keep(session: Session, step: int) -> None:

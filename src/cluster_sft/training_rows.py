@@ -125,7 +125,7 @@ def plain_settings(
     """Return settings of `training.fit` for ordinary full fine-tuning on random batches.
 
     AdamW without weight decay, a linear schedule and clipping at 1, as Transformers' Trainer has
-    them by default. The number of processes changes no batch.
+    them by default. The number of processes changes no forward pass.
     """
     return {
         "workers": None,
