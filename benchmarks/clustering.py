@@ -1,8 +1,8 @@
 """Capacity-constrained K-means beside k-means-constrained, scikit-learn, faiss and POT.
 
-All start from the same centres and stop after the same iterations. Every run is a process of its
-own; arms take turns, so that a slow minute hits all of them. Inertia is computed here, from each
-arm's labels, with the means of their rows in float64.
+All start from the same centres and make the same number of assignments. Every run is a process of
+its own; arms take turns, so that a slow minute hits all of them. Inertia is computed here, from
+each arm's labels, with the means of their rows in float64.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _iterations(
             last = found[arm][-1]
             measuring.tell(
                 f"clustering: {name} K={k} alpha={alpha} round {turn + 1}/{options.rounds}, {arm}: "
-                f"{last['per_iteration']:.3f} s an iteration, {last['n_iter']} iterations"
+                f"{last['per_iteration']:.3f} s an assignment, {last['n_iter']} assignments"
             )
             if turn == 0:
                 last["inertia"] = inertia(path, np.load(job["labels"]), k)
@@ -241,7 +241,7 @@ def parse(arguments: list[str]) -> Namespace:
     parser = ArgumentParser(prog="benchmarks.clustering", description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="tiny sizes: a smoke test")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--iterations", type=int, default=10, help="assignments of every arm")
     parser.add_argument("--embeddings", type=Path, help="embeddings.npy of a real run, to be tiled")
     parser.add_argument("--scratch", type=Path, default=measuring.OUT)
     return parser.parse_args(arguments)

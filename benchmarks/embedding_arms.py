@@ -127,6 +127,11 @@ def run_worker(job: dict[str, Any], model: PreTrainedModel, out: Path) -> dict[s
     print("ready", flush=True)
     sys.stdin.readline()
     part = {name: job[name] for name in ("model", "dtype", "batch_tokens", "processes", "scratch")}
+    part |= {
+        "label": "embed",
+        "tokens": job["scratch"],
+        "arrays": list(embedding.result_arrays(0, 0)),
+    }
     with measuring.MemoryPeak() as peak:
         seconds, _ = measuring.timed(lambda: embedding.work(part, rank=job["rank"]))
     return {"seconds": seconds, **peak.facts()}
@@ -137,7 +142,8 @@ def prepare_scratch(dataset: Path, scratch: Path, *, width: int) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     pack_tokens(dataset / "dataset.parquet", scratch)
-    Results.create(scratch, rows=len(open_tokens(scratch).lengths), width=width)
+    rows = len(open_tokens(scratch).lengths)
+    Results.create(scratch, embedding.result_arrays(rows, width))
 
 
 def _finish(model: PreTrainedModel) -> None:

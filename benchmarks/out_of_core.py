@@ -1,5 +1,8 @@
 """The stage `cluster` on 1,000,000 x 4,096 float16 (8.2 GB) from disk, beside reading it once.
 
+Beside the mixture whose parts spread as embeddings do stands one whose parts are round, which no
+iteration can split better than another: the worst that data can do.
+
 The file's cached pages are dropped before every reading and every run, as far as the system lets
 go of them.
 """
@@ -23,7 +26,8 @@ from cluster_sft import artifacts, clustering
 from cluster_sft.kmeans import Lloyd
 from cluster_sft.params import ClusterParams, Launch
 
-CASES = [(k, alpha) for k in (4, 8) for alpha in (1.0, 1.2, 1.5)]
+CASES = [("mixture", k, alpha) for k in (4, 8) for alpha in (1.0, 1.2, 1.5)]
+CASES += [("round parts", k, 1.2) for k in (4, 8)]
 READ_BYTES = 16 << 20
 
 
@@ -86,18 +90,20 @@ def read_cold(path: Path) -> float:
 def measure(options: Namespace) -> dict[str, Any]:
     """Return seconds, iterations and memory of every case, each beside a cold reading."""
     n_rows, width = (3000, 64) if options.small else (options.rows, 4096)
-    leaf = options.scratch / f"out-of-core-{n_rows}x{width}"
-    array = tables.mixture(leaf / "embeddings.npy", n_rows=n_rows, width=width)
-    _write_samples(leaf, n_rows)
     cases = []
-    for k, alpha in CASES[:1] if options.small else CASES:
+    for data, k, alpha in CASES[::6] if options.small else CASES:
+        leaf = options.scratch / f"out-of-core-{data.replace(' ', '-')}-{n_rows}x{width}"
+        array = tables.mixture(
+            leaf / "embeddings.npy", n_rows=n_rows, width=width, is_round=data != "mixture"
+        )
+        _write_samples(leaf, n_rows)
         runs, reads = [], []
         for turn in range(options.rounds):
             reads.append(read_cold(array))
             job = {"leaf": str(leaf), "out": str(leaf / "cluster"), "k": k, "alpha": alpha}
             runs.append(measuring.run_child("out_of_core", job))
             measuring.tell(
-                f"out_of_core: K={k} alpha={alpha} round {turn + 1}/{options.rounds}: "
+                f"out_of_core: {data} K={k} alpha={alpha} round {turn + 1}/{options.rounds}: "
                 f"{runs[-1]['seconds']:.1f} s, one reading {reads[-1]:.1f} s, "
                 f"{runs[-1]['anonymous_bytes'] / 1e6:.0f} MB anonymous"
             )
@@ -105,6 +111,7 @@ def measure(options: Namespace) -> dict[str, Any]:
         cases.append(
             {
                 **{name: runs[0][name] for name in ("n_iter", "inertia", "converged")},
+                "data": data,
                 "k": k,
                 "alpha": alpha,
                 "table_reads": runs[0]["table_reads"],
@@ -120,7 +127,7 @@ def measure(options: Namespace) -> dict[str, Any]:
     return {
         "n": n_rows,
         "width": width,
-        "bytes": array.stat().st_size,
+        "bytes": 2 * n_rows * width,
         "cases": cases,
         "versions": measuring.versions("numpy", "numba"),
     }

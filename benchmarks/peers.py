@@ -1,5 +1,9 @@
 """What users could take instead. Runs in the peers' venv, so it imports nothing of this project.
 
+An iteration of a peer is an assignment and new means; after the last one each assigns once more, so
+that its labels fit its means. `iterations` of the job counts assignments, and so does `n_iter` of
+the result.
+
 Called as `python peers.py JOB`, with the job as JSON; prints the result as JSON.
 """
 
@@ -38,14 +42,14 @@ def run_kmc(job: dict[str, Any]) -> dict[str, Any]:
         size_max=job["capacity"],
         init=centers,
         n_init=1,
-        max_iter=job["iterations"],
+        max_iter=job["iterations"] - 1,
         tol=0.0,
         random_state=0,
         copy_x=False,
     )
     started = time.perf_counter()
     model.fit(x)
-    return _fitted(job, time.perf_counter() - started, model.labels_, int(model.n_iter_))
+    return _fitted(job, time.perf_counter() - started, model.labels_, _steps(job, model.n_iter_))
 
 
 def run_sklearn(job: dict[str, Any]) -> dict[str, Any]:
@@ -54,11 +58,11 @@ def run_sklearn(job: dict[str, Any]) -> dict[str, Any]:
 
     x, centers = _table(job)
     model = KMeans(
-        len(centers), init=centers, n_init=1, max_iter=job["iterations"], tol=0.0, copy_x=False
+        len(centers), init=centers, n_init=1, max_iter=job["iterations"] - 1, tol=0.0, copy_x=False
     )
     started = time.perf_counter()
     model.fit(x)
-    return _fitted(job, time.perf_counter() - started, model.labels_, int(model.n_iter_))
+    return _fitted(job, time.perf_counter() - started, model.labels_, _steps(job, model.n_iter_))
 
 
 def run_faiss(job: dict[str, Any]) -> dict[str, Any]:
@@ -67,12 +71,12 @@ def run_faiss(job: dict[str, Any]) -> dict[str, Any]:
 
     x, centers = _table(job)
     model = faiss.Kmeans(
-        x.shape[1], len(centers), niter=job["iterations"], max_points_per_centroid=len(x)
+        x.shape[1], len(centers), niter=job["iterations"] - 1, max_points_per_centroid=len(x)
     )
     started = time.perf_counter()
     model.train(x, init_centroids=centers)
-    seconds = time.perf_counter() - started
     _, labels = model.index.search(x, 1)
+    seconds = time.perf_counter() - started
     return _fitted(job, seconds, labels[:, 0], job["iterations"])
 
 
@@ -97,6 +101,11 @@ def _table(job: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     if clear.exists():
         clear.write_text("5")  # the peak of memory starts from here, as it does for our arms
     return x, np.load(job["centers"]).astype(np.float32)
+
+
+def _steps(job: dict[str, Any], n_iter: int) -> int:
+    """Return the assignments made: converged to the last label, the last iteration was the last."""
+    return int(n_iter) + (n_iter == job["iterations"] - 1)
 
 
 def _fitted(job: dict[str, Any], seconds: float, labels: np.ndarray, n_iter: int) -> dict[str, Any]:

@@ -115,10 +115,13 @@ def _clustering(result: Result) -> Iterator[str]:
     yield "\n## Clustering\n"
     yield (
         f"{first['n']:,} rows of float16 in memory; *mixture* is {first['width']:,} wide: 24 parts "
-        "on the sphere, 60 % in one, the others by Zipf's law; *embeddings* are rows of a real run "
-        "tiled with noise. All arms start from the same centres and make the same number of "
-        "iterations; peers get float32, as they ask for. *no capacity* compares what scikit-learn "
-        "and faiss compute. Seconds an iteration include all that is read before and after.\n"
+        "on the sphere, 60 % in one, the others by Zipf's law, each spread along 64 directions of "
+        "its own as gradient proxies are, the variance along the i-th in proportion to i^-1.4; "
+        "*embeddings* are rows of a real run tiled with noise. All arms start from equal centres "
+        "and make the same number of assignments (peers end with one that follows their last "
+        "iteration), or fewer where no label changes any more; peers get float32, as they ask for. "
+        "*no capacity* compares what scikit-learn and faiss compute. Seconds an iteration include "
+        "all that is read before and after.\n"
     )
     rows = []
     for c in result["iterations"]:
@@ -133,7 +136,7 @@ def _clustering(result: Result) -> Iterator[str]:
                 ]
             )
     heads = [
-        *("data", "K", "alpha", "arm", "iterations", "s an iteration", "inertia", "peak"),
+        *("data", "K", "alpha", "arm", "assignments", "s an iteration", "inertia", "peak"),
         "ours is faster, times",
     ]
     yield table(heads, rows, words=4)
@@ -180,23 +183,27 @@ def _out_of_core(result: Result) -> Iterator[str]:
     yield (
         f"The stage `cluster` on {result['n']:,} x {result['width']:,} float16 "
         f"({result['bytes'] / 1e9:.1f} GB) from disk. The file's cached pages are dropped before "
-        "every run and every reading. *Anonymous* memory is what the system cannot take back; the "
-        "greatest resident set (what `/usr/bin/time -v` reports) counts the mapped file's pages, "
-        "which it can.\n"
+        "every run and every reading. *mixture*: parts that spread along directions of their own, "
+        "as embeddings do. *round parts*: as wide in all directions, so that no split of a part is "
+        "better than another, and labels flow to no effect. *Anonymous* memory is what the system "
+        "cannot take back; the greatest resident set (what `/usr/bin/time -v` reports) counts the "
+        "mapped file's pages, which it can.\n"
     )
     rows = [
         [
-            *(str(c["k"]), str(c["alpha"]), cell(c["seconds"], 1), cell(c["read_seconds"], 1)),
+            *(c["data"], str(c["k"]), str(c["alpha"])),
+            *(cell(c["seconds"], 1), cell(c["read_seconds"], 1)),
             *(cell(c["over_read"]), str(c["n_iter"]), f"{c['table_reads']:.2f}"),
             *(gigabytes(c["anonymous_bytes"]), gigabytes(c["max_rss_bytes"])),
         ]
         for c in result["cases"]
     ]
     heads = [
-        *("K", "alpha", "s", "one cold reading, s", "times that", "iterations", "table reads"),
+        *("data", "K", "alpha", "s", "one cold reading, s", "times that", "iterations"),
+        "table reads",
         *("anonymous", "resident"),
     ]
-    yield table(heads, rows)
+    yield table(heads, rows, words=3)
 
 
 def _selection(result: Result) -> Iterator[str]:

@@ -87,7 +87,8 @@ def _clustering_targets(result: Result) -> Iterator[tuple[str, str, str, bool]]:
 def _out_of_core_targets(result: Result) -> Iterator[tuple[str, str, str, bool]]:
     for c in result["cases"]:
         yield (
-            f"cluster, {result['bytes'] / 1e9:.1f} GB, K = {c['k']}, alpha = {c['alpha']}",
+            f"cluster, {result['bytes'] / 1e9:.1f} GB, {c['data']}, K = {c['k']}, "
+            f"alpha = {c['alpha']}",
             "converged, anonymous memory below 1 GB",
             f"{c['n_iter']} iterations, {gigabytes(c['anonymous_bytes'])}",
             c["converged"] and c["anonymous_bytes"] < 1e9,

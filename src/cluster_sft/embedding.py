@@ -54,12 +54,7 @@ def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch:
     if not (scratch / OFFSETS).is_file():
         pack_tokens(dataset / "dataset.parquet", scratch)
     model = str(models.local_path(params.model))
-    arrays = {
-        "embeddings": ((len(ids), models.head_width(model)), np.float16),
-        "n_tokens": ((len(ids),), np.int32),
-        "nll": ((len(ids),), np.float32),
-        "norm": ((len(ids),), np.float32),
-    }
+    arrays = result_arrays(len(ids), models.head_width(model))
     results = Results.create(scratch, arrays)
     lengths = open_tokens(scratch).lengths
     resumed = int(lengths[results.done.astype(bool)].sum())
@@ -91,6 +86,16 @@ def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch:
         **inference.worker_facts(scratch, launch.processes),
     }
     _finish(results, ids, out, facts)
+
+
+def result_arrays(n_rows: int, width: int) -> dict[str, tuple[tuple[int, ...], type]]:
+    """Return shape and dtype of what a worker computes of N rows, in the order of its outputs."""
+    return {
+        "embeddings": ((n_rows, width), np.float16),
+        "n_tokens": ((n_rows,), np.int32),
+        "nll": ((n_rows,), np.float32),
+        "norm": ((n_rows,), np.float32),
+    }
 
 
 def work(job: dict[str, Any], *, rank: int, on_flush: Callable[[], None] = lambda: None) -> None:
