@@ -64,6 +64,12 @@ GROUPS: dict[str, Any] = {  # of scores that come with groups of like rows
 }
 TRAJECTORIES: dict[str, Any] = {"id": pl.String}  # of the rows of trajectories.npy (N, T) float32
 
+GRADIENTS: dict[str, Any] = {  # of the rows of features-1.npy, ... (N, k) float16
+    "id": pl.String,
+    "subtask": pl.String,  # of a target example; null where it has none
+    "reason": pl.String,  # null, or why the row's features are 0
+}
+
 TABLES: dict[str, dict[str, Any]] = {
     "dataset.parquet": DATASET,
     "heldout.parquet": DATASET,
@@ -74,6 +80,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "subset.parquet": SUBSET,
     "scores.parquet": SCORES,
     "trajectories.parquet": TRAJECTORIES,
+    "gradients.parquet": GRADIENTS,
 }
 MANIFEST = "manifest.json"
 SUMMARY = "summary.json"
