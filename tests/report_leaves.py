@@ -23,14 +23,50 @@ SCORES = {  # strategy: held-out NLL, pass@1 base, plus, lm-eval accuracy
     "less": (0.530, 0.375, 0.250, 0.29),
     "s2l": (0.527, 0.375, 0.375, 0.30),
     "cluster": (0.537, 0.500, 0.375, 0.29),
+    "k-center": (0.533, 0.375, 0.250, 0.28),
 }
 
 
-def _leaf(path: Path, stage: str, params: dict[str, Any]) -> Path:
+STEPS = {  # steps of a scorer: forward and backward passes a row, what it reads
+    "ifd": {"ifd": (2, 0, "dataset")},
+    "less": {
+        "less-warmup": (0.2, 0.2, "dataset"),
+        "less-gradients": (4, 4, "dataset"),
+        "less-targets": (0.1, 0.1, "dataset"),
+        "less": (0, 0, "gradients"),
+    },
+    "s2l": {
+        "s2l-proxy": (3, 3, "dataset"),
+        "s2l-trajectories": (12, 0, "dataset"),
+        "s2l": (0, 0, "trajectories"),
+    },
+    "k-center": {"k-center": (0, 0, "embeddings")},
+}
+STEP_PARAMS = {
+    "less-warmup": {"warmup_share": 0.05, "warmup_epochs": 4.0},
+    "s2l-proxy": {"epochs": 3.0, "checkpoints": 12.0},
+}
+TOKENS = 85  # a row
+
+
+def _leaf(path: Path, stage: str, params: dict[str, Any], inputs: tuple[str, ...] = ()) -> Path:
     path.mkdir(parents=True)
     key = f"{abs(hash_of(path.parts[-3:])):064x}"
-    write_json(path / "manifest.json", {"stage": stage, "key": key, "params": params})
+    manifest = {"stage": stage, "key": key, "params": params, "inputs": dict.fromkeys(inputs, "")}
+    write_json(path / "manifest.json", manifest)
     return path
+
+
+def cost(forward: float, backward: float, seconds: float) -> dict[str, float]:
+    """Return what costs.Meter writes for so many passes."""
+    return {
+        "forward_passes": forward,
+        "backward_passes": backward,
+        "tokens": forward * TOKENS,
+        "seconds": seconds,
+        "peak_memory_bytes": 1.5e9,
+        "bytes_stored": 4096,
+    }
 
 
 def hash_of(parts: tuple[str, ...]) -> int:
@@ -94,8 +130,12 @@ class Workspace:
         batch: int = 16,
         suites: tuple[str, ...] = ("heldout", "evalplus-small", "stdlib-mcq"),
         skip: tuple[str, ...] = (),
+        scored: bool = False,
     ) -> Point:
-        """Return a point with all of its leaves; `shift` is added to its held-out NLL."""
+        """Return a point with all of its leaves; `shift` is added to its held-out NLL.
+
+        `scored`: with embeddings, and with the steps of its scorer where it has one.
+        """
         axes = axes or {}
         slug = "_".join([f"{strategy}_r-{ratio}", *(f"{k}-{v}" for k, v in axes.items())])
         cluster = (
@@ -118,7 +158,29 @@ class Workspace:
                 for s in suites
             },
             prepare=self.prepare,
+            embed=self.embed() if scored else None,
+            scores={s: self.step(strategy, s) for s in STEPS.get(strategy, {})} if scored else {},
         )
+
+    def embed(self) -> Path:
+        """Return the leaf of embeddings, whose summary is of before costs were measured."""
+        path = self.root / "embed"
+        if not path.exists():
+            _leaf(path, "embed", {"model": "tiny"})
+            facts = {"tokens": 1200 * TOKENS, "seconds": 30.0, "peak_memory_bytes": 10**9}
+            write_json(path / "summary.json", {"n": 1198, "dropped_non_finite": 2, **facts})
+        return path
+
+    def step(self, strategy: str, step: str) -> Path:
+        """Return the leaf of a step of stage score, made at the first call."""
+        path = self.root / "score" / step
+        if not path.exists():
+            forward, backward, reads = STEPS[strategy][step]
+            _leaf(path, "score", STEP_PARAMS.get(step, {}), (reads,))
+            n = sum(SIZES)
+            seconds = 30.0 * (forward + 2 * backward) + 1
+            write_json(path / "summary.json", {"cost": cost(forward * n, backward * n, seconds)})
+        return path
 
     def _select(self, slug: str, strategy: str, ratio: float, sizes: tuple[int, ...]) -> Path:
         path = self.root / "select" / slug
@@ -189,6 +251,8 @@ class Workspace:
             "rows": rows,
             "train_tokens": tokens,
             "train_seconds": rows * 0.19,
+            "row_visits": rows,
+            "peak_memory_bytes": 3 * 10**9,
         }
         write_json(leaf / "summary.json", summary)
         return leaf

@@ -42,8 +42,8 @@ def _texts(svg: str) -> list[str]:
     ]
 
 
-def test_run_draws_rows_clusters_loss_and_scores(usual):
-    assert set(usual) == {"rows", "clusters", "loss", "scores"}
+def test_run_draws_rows_clusters_loss_scores_and_costs(usual):
+    assert set(usual) == {"rows", "clusters", "loss", "scores", "costs"}
 
 
 def test_untrained_model_alone_draws_rows_and_scores(workspace):

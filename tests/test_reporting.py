@@ -141,7 +141,7 @@ def test_page_needs_nothing_from_elsewhere_and_repeats_no_id(usual):
     assert parser.scripts == 0
     assert len(parser.ids) == len(set(parser.ids))
     assert not re.search(r"@import|url\((?!#)|https?://", text)
-    assert text.count("<svg") == 4
+    assert text.count("<svg") == 5
 
 
 def test_page_escapes_text_from_leaves(workspace, tmp_path):

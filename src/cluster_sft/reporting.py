@@ -1,8 +1,9 @@
 """Stage report: every point of a run or a study, side by side.
 
 Reads the leaves of all points and writes summary.csv (a row a point), means.csv (a row a group of
-seeds), metrics.json (for `dvc metrics`), summary.md, plots/ (for `dvc plots`), figures/*.svg
-and report.html. The same leaves give the same bytes.
+seeds), metrics.json (for `dvc metrics`), summary.md, plots/ (for `dvc plots`), figures/*.svg,
+report.html, and the tables study, costs, complexity and datasets, each as .md, .csv and .tex. The
+same leaves give the same bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import polars as pl
 
+from cluster_sft import strategies
 from cluster_sft.artifacts import SUMMARY, read_json, write_json
-from cluster_sft.report import caveats, figures, headline, html, overview, tables
+from cluster_sft.report import caveats, exports, figures, headline, html, overview, tables
 from cluster_sft.report.html import Title
 from cluster_sft.report.labels import label
 from cluster_sft.report.points import (
@@ -88,7 +90,7 @@ def point_of(described: Mapping[str, Any], *, several: bool = False) -> Point:
     """
     leaves = {role: Path(leaf) for role, leaf in described["leaves"].items()}
     select, train = leaves.get("select"), leaves.get("train")
-    axes = {k: v for k, v in described["axes"].items() if k not in ("select.ratio", "train.seed")}
+    axes = _axes_of(described, train)
     budgeted = select is not None and read_json(select / SUMMARY).get("budget") is not None
     if not budgeted:
         axes = {k: v for k, v in axes.items() if not k.startswith(("cluster.", "select."))}
@@ -117,6 +119,22 @@ def point_of(described: Mapping[str, Any], *, several: bool = False) -> Point:
     )
 
 
+def _axes_of(described: Mapping[str, Any], train: Path | None) -> dict[str, Any]:
+    """Return the axes that tell a point apart: not those that its strategy ignores.
+
+    `auto` is what training took it for, by the train leaf's manifest.
+    """
+    if train is None:
+        return {}
+    ignored = [f"select.{name}" for name in strategies.get(described["strategy"]).ignores]
+    taken = overview.manifest_of(train).get("params", {})
+    return {
+        axis: taken.get(axis.removeprefix("train."), value) if value == "auto" else value
+        for axis, value in described["axes"].items()
+        if axis not in ("select.ratio", "train.seed", *ignored)
+    }
+
+
 def write_report(points: Sequence[Point], *, title: Title, out: Path) -> None:
     """Write every file of a report into the folder `out`.
 
@@ -126,15 +144,17 @@ def write_report(points: Sequence[Point], *, title: Title, out: Path) -> None:
     results = collect(points)
     found = overview.clusterings(points)
     drawn = figures.draw(results, clusterings=found, way=overview.way(results, found))
+    made = exports.blocks(results, title.name)
     results.summary.write_csv(out / CSV)
     _means(results).write_csv(out / MEANS)
     write_json(out / METRICS_JSON, _metrics(results))
     (out / MARKDOWN).write_text(_markdown(results, title, caveats.warnings(results, found)))
     _write_plots(results, out / "plots")
     (out / "figures").mkdir()
+    exports.write(results, made, title=title.study or title.name, out=out)
     for name, svg in drawn.items():
         (out / "figures" / f"{name}.svg").write_text(svg)
-    page = html.render(results, title=title, clusterings=found, figures=drawn)
+    page = html.render(results, title=title, clusterings=found, figures=drawn, made=made)
     (out / PAGE).write_text(page)
 
 

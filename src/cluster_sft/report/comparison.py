@@ -97,10 +97,17 @@ def interval(metric: Metric, estimate: Estimate) -> tuple[float, float] | None:
 def against(
     results: Results, strategy: str, other: str, *, metrics: Sequence[Metric] = METRICS
 ) -> list[Difference]:
-    """Compare two strategies on every metric wherever they share ratio and axes."""
-    names = varying(results.groups)
+    """Compare two strategies on every metric wherever they share ratio and axes.
+
+    Where `other` has one value of an axis, as `random` of the weights, it stands for all values.
+    """
     mine = [g for g in results.groups if g.strategy == strategy]
     theirs = [g for g in results.groups if g.strategy == other]
+    names = [
+        name
+        for name in varying(results.groups)
+        if name in ("ratio", CONFIGURATION) or len({setting(g, name) for g in theirs}) > 1
+    ]
     pairs = [(a, b) for a in mine for b in theirs if _comparable(a, b, names)]
     found = [compare(results, a, b, metric) for a, b in pairs for metric in metrics]
     return [difference for difference in found if difference is not None]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster_sft.report import curves, drawing, studies
+from cluster_sft.report import bars, costs, curves, drawing, studies
 from cluster_sft.report.comparison import interval
 from cluster_sft.report.drawing import INK, LIMIT, MUTED, SURFACE, thousands
 from cluster_sft.report.labels import label, show
@@ -37,8 +37,10 @@ def draw(
             drawn["loss"] = curves.draw_loss(results)
         if any(group.estimates for group in results.groups):
             drawn["scores"] = draw_scores(results)
-            for axis in varying(results.groups):
-                drawn[f"study-{axis}"] = studies.draw_study(results, axis)
+            drawn |= studies.draw_all(results)
+        found = costs.bills(results)
+        if any(bill.whole.seconds for bill in found):
+            drawn["costs"] = bars.draw_costs(found, varying(results.groups))
     return drawn
 
 

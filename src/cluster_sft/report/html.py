@@ -12,6 +12,7 @@ from cluster_sft.report.figures import MAX_PANELS
 from cluster_sft.report.overview import Clustering
 from cluster_sft.report.page import PAGE, STYLE
 from cluster_sft.report.points import METRICS, varying
+from cluster_sft.report.publication import Block
 from cluster_sft.report.results import Results
 
 NAMES = {
@@ -31,7 +32,12 @@ class Title:
 
 
 def render(
-    results: Results, *, title: Title, clusterings: Sequence[Clustering], figures: Mapping[str, str]
+    results: Results,
+    *,
+    title: Title,
+    clusterings: Sequence[Clustering],
+    figures: Mapping[str, str],
+    made: Mapping[str, Sequence[Block]],
 ) -> str:
     """Return the whole page.
 
@@ -40,6 +46,7 @@ def render(
         title: names for the head of the page.
         clusterings: every clustering behind the points, whether or not it fits a figure.
         figures: file name without suffix -> SVG text, as `figures.draw` returns it.
+        made: tables by their file's name, as `exports.blocks` returns them.
     """
     import jinja2
     from markupsafe import Markup
@@ -65,9 +72,11 @@ def render(
         items=_items(results),
         colours={name: _variable(colour) for name, (colour, _) in looks.items()},
         figures={n: Markup(inline(svg, n)) for n, svg in figures.items()},
-        studies=[name for name in figures if name.startswith("study-")],
+        studies=[name for name in figures if name.startswith(("study-", "bars-"))],
+        study=bool(title.study),
         thin=len(varying(results.groups)) > 1,
         levels=any(g.strategy in REFERENCES for g in results.groups),
+        made=made,
         skipped=overview.not_run(results),
         warnings=caveats.warnings(results, clusterings),
         hidden=len(clusterings) - MAX_PANELS,

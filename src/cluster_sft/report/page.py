@@ -109,6 +109,14 @@ PAGE = """
 </tbody></table></div>
 {%- endmacro -%}
 
+{%- macro blocks(some) -%}
+{% for block in some %}
+<h3>{{ block.title }}</h3>
+{{ table(block.table) }}
+{% if block.note %}<p class="note">{{ block.note }}</p>{% endif %}
+{% endfor %}
+{%- endmacro -%}
+
 {%- macro figure(name) -%}
 {% if name in figures %}
 <figure>
@@ -151,12 +159,24 @@ PAGE = """
 <h2>What varies</h2>
 {% for name in studies %}
 {% call figure(name) %}
+{% if name.startswith("bars-") %}
+A bar for each value, with
+{{ "its standard deviation over seeds" if seeds else "one standard error" }}.
+{% else %}
 {% if thin %}Bold: the mean over the settings of the other axes; thin: each of them. {% endif %}
 {% if not thin %}Bars: {{ "the standard deviation over seeds" if seeds else "one standard error" }}.
 {% endif %}
 {% if levels %}Dashed: strategies that the axis does not touch.{% endif %}
+{% endif %}
 {% endcall %}
 {% endfor %}
+</section>
+{% endif %}
+
+{% if study and "study" in made %}
+<section>
+<h2>Benchmarks</h2>
+{{ blocks(made.study) }}
 </section>
 {% endif %}
 
@@ -166,7 +186,7 @@ PAGE = """
 <p class="note">
 Scores are means \u00b1 one standard error over the evaluated items
 {%- if seeds %} and over seeds{% endif %}.
-A value is bold only where it beats every other strategy of the same budget by more than the
+A value is bold only where it beats every other row of the same budget by more than the
 95% margin of their difference; base and full are outside the budget and not ranked.
 {% if items %}Items: {{ items }}.{% endif %}
 </p>
@@ -236,8 +256,21 @@ run is healthy, not which strategy is better.
 </section>
 {% endif %}
 
+{% if "costs" in made %}
+<section>
+<h2>Costs</h2>
+{% call figure("costs") %}
+Time of selection, by step, and of training, in grey. What all methods share before selection is
+left out, and so is evaluation.
+{% endcall %}
+{{ blocks(made.costs) }}
+{{ blocks(made.get("complexity", [])) }}
+</section>
+{% endif %}
+
 <section>
 <h2>How this was made</h2>
+{{ blocks(made.get("datasets", [])) }}
 {% if parameters %}
 <details><summary>Parameters</summary>
 {{ words(["stage", "parameter", "value"], parameters) }}
@@ -250,7 +283,9 @@ run is healthy, not which strategy is better.
 {% endif %}
 <p class="note">
 The numbers behind this page: <code>summary.csv</code>, <code>means.csv</code>,
-<code>metrics.json</code>, <code>plots/</code>; its figures: <code>figures/</code>.
+<code>metrics.json</code>, <code>plots/</code>; its tables as Markdown, CSV and LaTeX:
+{% for name in made %}<code>{{ name }}.*</code>{{ ", " if not loop.last }}{% endfor %}; its figures:
+<code>figures/</code>.
 </p>
 </section>
 </main>

@@ -1,4 +1,4 @@
-"""The figure of a study: scores against a swept axis, a line a strategy."""
+"""The figures of a study: scores against a swept axis, a line a strategy or bars by value."""
 
 from __future__ import annotations
 
@@ -9,21 +9,62 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster_sft.report import drawing
+from cluster_sft.report.bars import draw_bars
+from cluster_sft.report.benchmarks import by_benchmark, of_configuration, shown
 from cluster_sft.report.labels import axis_title, settings_text
-from cluster_sft.report.points import METRICS, Estimate, Group, Metric, Value, setting, varying
+from cluster_sft.report.points import (
+    CONFIGURATION,
+    Estimate,
+    Group,
+    Metric,
+    Value,
+    configurations,
+    setting,
+    varying,
+)
 from cluster_sft.report.results import Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+def draw_all(results: Results) -> dict[str, str]:
+    """Return a figure an axis and configuration: name without suffix -> SVG text.
+
+    Lines against an axis of numbers, bars for one of words. Bars show the ratio too, so that it has
+    no figure of its own beside them.
+    """
+    detailed = by_benchmark(results)
+    names = configurations(results.groups)
+    drawn: dict[str, str] = {}
+    for name in names:
+        part = of_configuration(detailed, name)
+        axes = varying(part.groups)
+        words = [axis for axis in axes if not is_numeric(part.groups, axis)]
+        for axis in axes:
+            end = axis if name is None else f"{name}-{axis}"
+            if axis in words:
+                drawn[f"bars-{end}"] = draw_bars(part, axis)
+            elif not (axis == "ratio" and words):
+                drawn[f"study-{end}"] = draw_study(part, axis)
+    if len(names) > 1 and not drawn:
+        drawn[f"bars-{CONFIGURATION}"] = draw_bars(detailed, CONFIGURATION)
+    return drawn
+
+
+def is_numeric(groups: Sequence[Group], axis: str) -> bool:
+    """Tell whether all values of an axis are numbers."""
+    values = [v for g in groups if (v := setting(g, axis)) is not None]
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+
+
 def draw_study(results: Results, axis: str) -> str:
-    """Draw every metric against one swept axis, a line a strategy.
+    """Draw every benchmark of results `by_benchmark` against one swept axis, a line a strategy.
 
     Combinations of the other axes are thin lines, their mean is bold; a strategy that ignores the
     axis is a dashed level. Error bars: standard deviation over seeds, else one standard error.
     """
-    metrics = [m for m in METRICS if any(m.name in g.estimates for g in results.groups)]
+    metrics = shown(results)
     columns = min(2, len(metrics))
     lines = -(-len(metrics) // columns)
     figure = drawing.new_figure(3.1 * lines)
@@ -40,8 +81,7 @@ def draw_study(results: Results, axis: str) -> str:
 def _ticks(groups: Sequence[Group], axis: str) -> dict[Value, float]:
     """Return where each value of an axis stands: numbers at their value, words in order."""
     found = dict.fromkeys(v for g in groups if (v := setting(g, axis)) is not None)
-    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in found)
-    if numeric:
+    if is_numeric(groups, axis):
         return {value: float(value) for value in sorted(found)}
     return {value: float(i) for i, value in enumerate(found)}
 

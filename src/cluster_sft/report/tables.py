@@ -54,13 +54,14 @@ def results_table(results: Results) -> Table:
             Cell(show_estimate(m, group.estimates.get(m.name)), best=i in winners[m.name])
             for m in metrics
         ]
-        rows.append((*_identity(group, names), *_costs(group), *scores))
+        rows.append((*identity(group, names), *_costs(group), *scores))
     costs = ("rows", "share", "tokens", "time")
-    heads = ("strategy", *(axis_name(n) for n in names), *costs, *(_head(m) for m in metrics))
+    heads = ("strategy", *(axis_name(n) for n in names), *costs, *(head(m) for m in metrics))
     return Table(heads, tuple(rows))
 
 
-def _identity(group: Group, names: Sequence[str]) -> list[Cell]:
+def identity(group: Group, names: Sequence[str]) -> list[Cell]:
+    """Return a group's first cells: its strategy and its values of the named settings."""
     shown = {
         name: value
         for name in names
@@ -81,7 +82,8 @@ def _costs(group: Group) -> list[Cell]:
     ]
 
 
-def _head(metric: Metric) -> str:
+def head(metric: Metric) -> str:
+    """Return a metric's column head: title, unit of shares, and which way is better."""
     arrow = "\u2193" if metric.lower_is_better else "\u2191"
     return f"{metric.title}{', %' if metric.is_share else ''}\u00a0{arrow}"
 
@@ -110,7 +112,7 @@ def differences_table(results: Results, other: str = "random") -> Table | None:
         )
         for (i, j), differences in found.items()
     ]
-    heads = (f"minus {other}", *(_head(m) for m in metrics))
+    heads = (f"minus {other}", *(head(m) for m in metrics))
     return Table(heads, tuple(rows))
 
 
@@ -150,8 +152,8 @@ def seeds_table(results: Results) -> Table | None:
             if estimate is not None and estimate.sd is not None:
                 text += f" \u00b1 {show(metric, estimate.sd)}"
             cells.append(Cell(text))
-        rows.append((*_identity(group, names), Cell(str(len(group.points))), *cells))
-    heads = ("strategy", *(axis_name(n) for n in names), "seeds", *(_head(m) for m in metrics))
+        rows.append((*identity(group, names), Cell(str(len(group.points))), *cells))
+    heads = ("strategy", *(axis_name(n) for n in names), "seeds", *(head(m) for m in metrics))
     return Table(heads, tuple(rows))
 
 
@@ -167,7 +169,7 @@ def runs_table(results: Results) -> Table:
         costs = [Cell(show_count(row["train_tokens"])), Cell(show_duration(row["train_seconds"]))]
         rows.append((Cell(row["strategy"], style=row["strategy"]), *words, *costs, *scores))
     heads = ("strategy", "r", *(axis_name(a) for a in axes), "seed", "tokens", "time")
-    return Table((*heads, *(_head(m) for m in metrics)), tuple(rows))
+    return Table((*heads, *(head(m) for m in metrics)), tuple(rows))
 
 
 def markdown(table: Table) -> str:
