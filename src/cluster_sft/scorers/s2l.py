@@ -62,27 +62,25 @@ def run(
             f"{trajectories}: trajectories.npy has {len(loss_NT)} rows, trajectories.parquet "
             f"{len(ids)}; delete the leaf and run it again"
         )
-    named = ids.join(read_sources(dataset), on="id", how="left", maintain_order="left")
-    names = sorted(set(named["source"].fill_null("")))
-    numbers = named["source"].fill_null("").replace_strict(names, range(len(names)))
-    source_N = numbers.to_numpy().astype(np.int32)
+    names, source_N = _numbered(
+        ids.join(read_sources(dataset), on="id", how="left", maintain_order="left")
+    )
     group_N = np.full(len(ids), -1, np.int32)
     score_N = np.full(len(ids), np.nan)
-    usable = np.isfinite(loss_NT).all(axis=1)
-    for source in range(len(names)):
-        rows = np.flatnonzero(usable & (source_N == source))
-        if len(rows):
-            seed = int(np.random.SeedSequence([params.seed, source]).generate_state(1)[0])
-            group_N[rows], distance = groups(loss_NT[rows], most=params.clusters, seed=seed)
-            score_N[rows] = -distance
-    empty = pl.Series("empty", np.isnan(np.asarray(loss_NT)).all(axis=1), pl.Boolean)
+    usable = np.flatnonzero(np.isfinite(loss_NT).all(axis=1))
+    for rows in _by_source(usable, source_N):
+        words = np.random.SeedSequence([params.seed, int(source_N[rows[0]])])
+        seed = int(words.generate_state(1)[0])
+        group_N[rows], distance = groups(loss_NT[rows], most=params.clusters, seed=seed)
+        score_N[rows] = -distance
+    empty = pl.Series("empty", np.asarray(np.isnan(loss_NT).all(axis=1)), pl.Boolean)
     frame = ids.with_columns(
         score=pl.Series(score_N),
         reason=pl.when(empty).then(pl.lit("no_response_tokens")),
         source=pl.Series(source_N),
         group=pl.Series(group_N).replace(-1, None),
     )
-    write_scored(out, frame, meter=meter, facts={"sources": _facts(names, source_N, group_N)})
+    write_scored(out, frame, meter=meter, facts={"sources": _facts(names, frame)})
 
 
 def groups(loss_NT: np.ndarray, *, most: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,12 +126,24 @@ def read_sources(dataset: Path) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-def _facts(names: list[str], source_N: np.ndarray, group_N: np.ndarray) -> list[dict[str, Any]]:
-    return [
-        {
-            "source": name,
-            "rows": int((source_N == number).sum()),
-            "groups": len(np.unique(group_N[(source_N == number) & (group_N >= 0)])),
-        }
-        for number, name in enumerate(names)
-    ]
+def _numbered(frame: pl.DataFrame) -> tuple[pl.Series, np.ndarray]:
+    """Return the names of the sources in order, "" for none, and each row's number among them."""
+    source = frame["source"].fill_null("")
+    names = source.unique().sort()
+    numbers = source.replace_strict(names, range(len(names)), return_dtype=pl.Int32)
+    return names, numbers.to_numpy()
+
+
+def _by_source(rows: np.ndarray, source_N: np.ndarray) -> list[np.ndarray]:
+    """Return the rows of each source that has some, ascending."""
+    order = rows[np.argsort(source_N[rows], kind="stable")]
+    parts = np.split(order, np.flatnonzero(np.diff(source_N[order])) + 1)
+    return [part for part in parts if len(part)]
+
+
+def _facts(names: pl.Series, frame: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return name, rows and groups of every source."""
+    counts = frame.group_by("source").agg(
+        rows=pl.len(), groups=pl.col("group").drop_nulls().n_unique()
+    )
+    return counts.sort("source").with_columns(source=names).to_dicts()
