@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from cluster_sft.params import read_yaml
+from cluster_sft.yaml_files import read_mapping
 
 ROOT = Path(__file__).parents[1]
 FILES = ("Snakefile", "dvc.yaml", ".dvcignore", ".gitignore", "params.yaml")
@@ -129,7 +129,7 @@ class Project:
         at = next(i for i in range(start, len(lines)) if lines[i].startswith(f"{indent}{last}:"))
         lines[at] = f"{indent}{last}: {json.dumps(value)}"
         path.write_text("\n".join(lines) + "\n")
-        read_yaml(path)
+        read_mapping(path)
 
     def replace(self, file: str, old: str, new: str) -> None:
         """Replace text in one file of the project."""

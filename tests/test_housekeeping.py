@@ -9,7 +9,7 @@ import pytest
 
 from cluster_sft import housekeeping, plan, store
 from cluster_sft.claims import claimed
-from cluster_sft.params import load
+from cluster_sft.params_files import load
 from cluster_sft.stages import replace
 
 ROOT = Path(__file__).parents[1]

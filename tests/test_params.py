@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_sft import params
+from cluster_sft import params_files, yaml_files
 from cluster_sft.errors import UserError
 
 SHIPPED = Path(__file__).parents[1] / "params.yaml"
@@ -41,7 +41,7 @@ MINIMAL = {"name": "n", "data": {"source": "s"}, "model": {"name": "m"}}
 )
 def test_params_faulty_value_is_one_line_with_key_rule_and_value(over, told):
     with pytest.raises(UserError) as caught:
-        params.typed(params.merge(MINIMAL, over), where="p.yaml")
+        params_files.typed(params_files.merge(MINIMAL, over), where="p.yaml")
     message = str(caught.value)
     assert message.startswith("p.yaml: ") and "\n" not in message
     assert [t for t in told if t not in message] == []
@@ -51,13 +51,13 @@ def test_params_missing_key_is_named_with_its_default(tmp_path):
     path = tmp_path / "params.yaml"
     path.write_text(re.sub(r"\n  alpha: .*", "", SHIPPED.read_text()))
     with pytest.raises(UserError, match=r"'cluster\.alpha' is missing; add it \(default: 1\.5\)"):
-        params.load([path])
+        params_files.load([path])
 
 
 def test_params_exponent_without_point_is_a_number(tmp_path):
     path = tmp_path / "p.yaml"
     path.write_text("a: 1e-5\nb: 010\nc: yes\n")
-    assert params.read_yaml(path) == {"a": 1e-5, "b": 10, "c": "yes"}
+    assert yaml_files.read_mapping(path) == {"a": 1e-5, "b": 10, "c": "yes"}
 
 
 @pytest.mark.parametrize(
@@ -68,18 +68,18 @@ def test_params_broken_file_is_one_line(tmp_path, text, told):
     path = tmp_path / "p.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=told) as caught:
-        params.read_yaml(path)
+        yaml_files.read_mapping(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_params_missing_file_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"none\.yaml: no such file"):
-        params.load([tmp_path / "none.yaml"])
+        params_files.load([tmp_path / "none.yaml"])
 
 
 def test_params_later_file_replaces_lists_and_merges_sections():
     over = {"select": {"strategies": ["full"]}, "sweep": {"cluster.k": [2]}}
-    merged = params.merge(
+    merged = params_files.merge(
         {"select": {"strategies": ["a", "b"], "ratio": 0.5}, "sweep": {"x": [1]}}, over
     )
     assert merged == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import shutil
 from pathlib import Path
 
@@ -9,11 +10,32 @@ import pytest
 
 from cluster_sft import plan, strategies
 from cluster_sft.errors import UserError
-from cluster_sft.params import Launch, load
+from cluster_sft.params import Launch
+from cluster_sft.params_files import load
 from cluster_sft.stages import AXES, STAGES, get, replace
 
 ROOT = Path(__file__).parents[1]
-ORDER = ["prepare", "embed", "cluster", "select", "train", "evaluate", "report"]
+READS = {  # what must be made again when another result has changed
+    "prepare": [],
+    "embed": ["prepare"],
+    "cluster": ["embed"],
+    "score/ifd": ["prepare"],
+    "score/less-warmup": ["prepare"],
+    "score/less-gradients": ["prepare", "score/less-warmup"],
+    "score/less-targets": ["prepare", "score/less-warmup"],
+    "score/less": ["score/less-gradients", "score/less-targets"],
+    "score/s2l-proxy": ["prepare"],
+    "score/s2l-trajectories": ["prepare", "score/s2l-proxy"],
+    "score/s2l": ["prepare", "score/s2l-trajectories"],
+    "score/k-center": ["embed"],
+    "score/cluster": [],
+    "select": ["prepare", "cluster", "score/ifd", "score/less", "score/s2l", "score/k-center"],
+    "train": ["prepare", "select"],
+    "diagnose": ["prepare", "embed", "cluster", "select"],
+    "evaluate": ["prepare", "train"],
+    "report": ["evaluate", "diagnose"],
+}
+STRATEGIES = ["cluster", "ifd", "less", "s2l", "k-center"]
 OTHER = {  # a value that differs from params.yaml, for every key that is identity
     "data.source": "other.jsonl",
     "data.format": "alpaca",
@@ -31,6 +53,28 @@ OTHER = {  # a value that differs from params.yaml, for every key that is identi
     "cluster.max_iter": 7,
     "cluster.tol": 0.5,
     "cluster.seed": 1,
+    "score.ifd.formula": "perplexity_ratio",
+    "score.less.warmup_share": 0.5,
+    "score.less.warmup_epochs": 2,
+    "score.less.learning_rate": 2e-5,
+    "score.less.batch_size": 2,
+    "score.less.warmup_ratio": 0.2,
+    "score.less.lora_rank": 4,
+    "score.less.lora_alpha": 8,
+    "score.less.lora_dropout": 0.2,
+    "score.less.lora_targets": ["q_proj"],
+    "score.less.seed": 1,
+    "score.less.gradient": "sgd",
+    "score.less.projection_dim": 64,
+    "score.less.targets": "other.jsonl",
+    "score.s2l.epochs": 1,
+    "score.s2l.checkpoints": 3,
+    "score.s2l.learning_rate": 2e-5,
+    "score.s2l.batch_size": 2,
+    "score.s2l.warmup_ratio": 0.2,
+    "score.s2l.seed": 1,
+    "score.s2l.model": "other/proxy",
+    "score.s2l.clusters": 7,
     "select.strategies": ["cluster", "uniform"],
     "select.ranking": "core",
     "select.downsample": "strategy",
@@ -51,24 +95,51 @@ OTHER = {  # a value that differs from params.yaml, for every key that is identi
     "train.loss_reduction": "token",
     "train.precision": "fp32",
     "train.max_grad_norm": None,
+    "train.lora_rank": 4,
+    "train.lora_alpha": 8,
+    "train.lora_dropout": 0.1,
+    "train.lora_targets": ["q_proj"],
+    "train.cosine_every": 2,
     "train.seed": 1,
     "evaluate.suites": ["heldout"],
     "evaluate.limit": 7,
     "evaluate.max_new_tokens": 7,
     "evaluate.allow_code_execution": False,
+    "diagnose.sample": 50,
+    "diagnose.permutations": 99,
+    "diagnose.gradients": "all",
+    "diagnose.map": "tsne",
+    "diagnose.examples": 1,
+    "diagnose.terms": 1,
+    "diagnose.seed": 1,
     "name": "other",
 }
-FIRST = {  # the most upstream stage that a key reaches, where it is not that of its section
-    "model.name": "prepare",
-    "model.dtype": "embed",
-    "model.template": "prepare",
-    "model.max_length": "prepare",
-    "select.strategies": "select",
-    "evaluate.suites": "report",
-    "train.workers": "cluster",
-    "name": "prepare",
+MODEL_READERS = [s for s in READS if s == "embed" or s.startswith(("score/ifd", "score/less-"))]
+FIRST = {  # the first results that a key reaches, where they are not those of its section
+    "model.name": ["prepare", "score/cluster"],
+    "model.dtype": [*MODEL_READERS, "score/s2l-proxy", "evaluate", "diagnose"],
+    "model.template": ["prepare"],
+    "model.max_length": ["prepare"],
+    "score.ifd.formula": ["score/ifd"],
+    "score.less.gradient": ["score/less-gradients"],
+    "score.less.projection_dim": ["score/less-gradients", "score/less-targets"],
+    "score.less.targets": ["score/less-targets"],
+    "score.s2l.clusters": ["score/s2l"],
+    "evaluate.suites": ["report"],
+    "train.workers": ["cluster"],
+    "name": ["prepare", "score/cluster"],
 }
-SECTION = {"data": "prepare", "cluster": "cluster", "select": "select", "train": "train"}
+SECTION = {"data": "prepare", "score.less": "score/less-warmup", "score.s2l": "score/s2l-proxy"}
+
+
+def reached(key):
+    """Return the results that a key must reach, from the table above alone."""
+    section = key.rpartition(".")[0]
+    found = set(FIRST.get(key) or [SECTION.get(section, section)])
+    for stage, reads in READS.items():  # in order, so that once is enough
+        if found & set(reads):
+            found.add(stage)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -85,33 +156,51 @@ def raw():
     return load([Path("params.yaml")])
 
 
+@pytest.fixture
+def many(raw):
+    return replace(raw, "select.strategies", STRATEGIES)
+
+
 def stamps(raw):
-    """Return the stamps of everything that a run makes, by stage."""
-    found = {stage: set() for stage in ORDER}
+    """Return the stamps of everything that a run makes, by stage, or step of score."""
+    found = collections.defaultdict(set)
     for stamp, node in plan.ancestry(plan.target(raw)).items():
-        found[node.stage].add(stamp)
+        step = f"/{Path(node.leaf).name}" if node.stage == "score" else ""
+        found[node.stage + step].add(stamp)
     return found
 
 
+def changed(before, after):
+    """Return the stages that have to run when `after` is wanted and `before` is there."""
+    return {stage for stage in after if after[stage] - before[stage]}
+
+
 def test_every_identity_key_of_params_yaml_is_flipped_below(raw):
-    params = {f"{s}.{k}" for s, v in raw.items() if isinstance(v, dict) and s != "sweep" for k in v}
-    launch = {f"launch.{k}" for k in Launch.model_fields}
-    assert params - launch - {"train.warmup_steps"} == set(OTHER) - {"name"}
+    params = set(keys(raw)) - {f"launch.{k}" for k in Launch.model_fields}
+    # A mapping of names of the data's own, empty as shipped.
+    assert (params | {"data.fields"}) - {"train.warmup_steps", "study", "configurations"} == set(
+        OTHER
+    )
+
+
+def keys(raw, path=""):
+    """Yield the dotted names of all scalars and lists of a nested mapping."""
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            yield from keys(value, f"{path}{key}.")
+        else:
+            yield path + key
 
 
 @pytest.mark.parametrize("key", sorted(OTHER))
-def test_flipping_a_key_replans_its_stage_and_everything_downstream(raw, key):
-    before, after = stamps(raw), stamps(replace(raw, key, OTHER[key]))
-    first = FIRST.get(key) or SECTION.get(key.split(".")[0], "evaluate")
-    downstream = ORDER[ORDER.index(first) :]
-    changed = [s for s in ORDER if after[s] - before[s]]
-    assert changed == downstream
+def test_flipping_a_key_replans_its_stage_and_everything_downstream(many, key):
+    before, after = stamps(many), stamps(replace(many, key, OTHER[key]))
+    assert changed(before, after) == reached(key) & set(after)
 
 
 def test_warmup_steps_replan_training(raw):
     over = replace(replace(raw, "train.warmup_ratio", None), "train.warmup_steps", 3)
-    before, after = stamps(raw), stamps(over)
-    assert [s for s in ORDER if after[s] - before[s]] == ["train", "evaluate", "report"]
+    assert changed(stamps(raw), stamps(over)) == {"train", "evaluate", "report"}
 
 
 @pytest.mark.parametrize("key", sorted(f"launch.{k}" for k in Launch.model_fields))
@@ -131,7 +220,7 @@ def test_one_byte_of_the_data_replans_everything(raw):
     before = stamps(over)
     Path("other.jsonl").write_text("[]")
     after = stamps(over)
-    assert [s for s in ORDER if after[s] - before[s]] == ORDER
+    assert changed(before, after) == set(after) - {"score/cluster", "score/random"}
 
 
 def test_source_at_another_path_with_the_same_bytes_replans_nothing(raw):
@@ -214,6 +303,8 @@ def test_sweep_shares_every_common_upstream_result(raw):
         "prepare": 1,
         "embed": 1,
         "cluster": 1,
+        "score/cluster": 1,
+        "score/random": 1,
         "select": 4,
         "train": 12,
         "evaluate": 3 * 13,
@@ -301,9 +392,36 @@ def test_packaged_model_counts_by_its_version(raw, monkeypatch):
     for version in ("1.0", "1.1"):
         monkeypatch.setattr(metadata, "version", lambda name, v=version: v)
         found.append(stamps(raw))
-    assert [s for s in ORDER if not found[0][s] & found[1][s]] == ORDER
+    assert changed(*found) == set(found[1]) - {"score/cluster", "score/random"}
 
 
 def test_axes_are_keys_of_params_yaml(raw):
     assert [key for key in AXES if isinstance(get(raw, key), dict)] == []
     assert {k for s in STAGES.values() for k in s.keys.values()} >= set(AXES)
+
+
+def test_configurations_put_points_of_several_files_into_one_report(raw):
+    for name in ("small", "large"):
+        text = Path("params.yaml").read_text().replace("name: demo", f"name: {name}", 1)
+        Path(f"{name}.yaml").write_text(text.replace("max_length: 192", f"max_length: {len(name)}"))
+    study = {"study": "s", "sweep": {"train.seed": [0, 1]}}
+    over = {**raw, **study, "configurations": ["small.yaml", "large.yaml"]}
+    nodes = plan.ancestry(plan.target(over)).values()
+    assert {n.leaf.split("/")[1] for n in nodes} == {"demo", "small", "large"}
+    assert [n.leaf for n in nodes if "/demo/" in n.leaf] == ["results/demo/studies/s"]
+    assert {(p["configuration"], p["seed"]) for p in plan.target(over).params.points} == {
+        (name, seed) for name in ("small", "large") for seed in (0, 1)
+    }
+    for node in nodes:
+        assert plan.at(node.leaf, over).key == node.key
+
+
+def test_configurations_of_one_name_are_refused(raw):
+    over = {**raw, "study": "s", "configurations": ["params.yaml", "./params.yaml"]}
+    with pytest.raises(UserError, match="two files have the name 'demo'"):
+        plan.target(over)
+
+
+def test_configurations_without_study_ask_for_its_name(raw):
+    with pytest.raises(UserError, match="configurations: needs a name"):
+        plan.target({**raw, "configurations": ["params.yaml"]})

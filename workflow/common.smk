@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cluster_sft import plan
 from cluster_sft.errors import UserError
-from cluster_sft.params import load
+from cluster_sft.params_files import load
 
 PARAMS = [
     Path(p) for p in dict.fromkeys(["params.yaml", *map(str, workflow.configfiles)])

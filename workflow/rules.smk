@@ -101,6 +101,38 @@ rule evaluate:
         RUN
 
 
+rule score:
+    input:
+        upstream("score"),
+    output:
+        "results/{name}/score/{slugs}/key-{key}",
+    log:
+        "work/logs/{name}/score/{slugs}/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: THREADS
+    params:
+        files=files,
+    shell:
+        RUN
+
+
+rule diagnose:
+    input:
+        upstream("diagnose"),
+    output:
+        "results/{name}/diagnose/{slugs}/key-{key}",
+    log:
+        "work/logs/{name}/diagnose/{slugs}/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: THREADS
+    params:
+        files=files,
+    shell:
+        RUN
+
+
 rule report:
     input:
         upstream("report"),

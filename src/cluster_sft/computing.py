@@ -9,15 +9,13 @@ from typing import Any
 
 from cluster_sft.nodes import Node
 from cluster_sft.params import Launch
-from cluster_sft.stages import STAGES
 
 
 def compute_with(launch: Launch) -> Callable[[Node, Path, Path], None]:
     """Return the function that computes a node's payload into a folder under these settings."""
 
     def compute(node: Node, out: Path, scratch: Path) -> None:
-        module = "reporting" if node.stage == "report" else STAGES[node.stage].module
-        run = importlib.import_module(f"cluster_sft.{module}").run
+        run = importlib.import_module(f"cluster_sft.{node.module}").run
         run(node.params, **_arguments(node), out=out, scratch=scratch, launch=launch)
 
     return compute

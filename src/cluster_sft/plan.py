@@ -18,8 +18,9 @@ from typing import Any
 from cluster_sft import strategies
 from cluster_sft.errors import UserError
 from cluster_sft.nodes import Node, Planner, make_node
-from cluster_sft.params import TOKEN, Section, typed
-from cluster_sft.stages import AXES, BASE, CHAIN, NAMES, ROOT, STAGES, get, replace, token
+from cluster_sft.params import TOKEN, Section
+from cluster_sft.params_files import load, typed
+from cluster_sft.stages import AXES, BASE, CHAIN, NAMES, ROOT, SCORES, STAGES, get, replace, token
 
 
 @dataclass(frozen=True)
@@ -39,28 +40,54 @@ def points(raw: Mapping[str, Any]) -> list[Point]:
     Raises:
         UserError: a swept key is no axis, a value does not fit its key, or a strategy is unknown.
     """
-    sweep = dict(raw.get("sweep") or {})
-    if bad := [k for k in sweep if k not in AXES]:
-        raise UserError(f"sweep: {bad[0]!r} is no axis; axes: {', '.join(AXES)}")
     found: list[Point] = []
-    seen: set[str] = set()
-    planners = [(axes, Planner(at)) for axes, at in _grid(raw, sweep)]
-    named = planners[0][1].params.select.strategies
-    for name in named:
-        strategies.get(name)  # `base` is no strategy: it is in every report
-    for strategy in [BASE, *named]:
-        for axes, planner in planners:
-            point = _point(planner, strategy, axes)
-            mark = point.nodes["train"].key if "train" in point.nodes else BASE
-            if mark not in seen:
-                seen.add(mark)
-                found.append(point)
+    seen: set[tuple[str, str]] = set()
+    for configuration in configurations(raw):
+        planners = [(axes, Planner(at)) for axes, at in _grid(configuration)]
+        named = planners[0][1].params.select.strategies
+        for name in named:
+            strategies.get(name)  # `base` is no strategy: it is in every report
+        for strategy in [BASE, *named]:
+            for axes, planner in planners:
+                point = _point(planner, strategy, axes)
+                trained = point.nodes.get("train")
+                mark = (str(configuration["name"]), trained.key if trained else BASE)
+                if mark not in seen:
+                    seen.add(mark)
+                    found.append(point)
     return found
 
 
-def _grid(
-    raw: Mapping[str, Any], sweep: Mapping[str, list[Any]]
-) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+def configurations(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the parameters whose points a report shows: `raw` alone, or those of the files named.
+
+    Strategies, study and sweep are those of `raw`, everything else is the file's own.
+
+    Raises:
+        UserError: a file is at fault, or two have one name and so one folder.
+    """
+    found: list[Mapping[str, Any]] = []
+    for path in raw.get("configurations") or []:
+        own = load([Path(path)])
+        select = {**own["select"], "strategies": raw["select"]["strategies"]}
+        shared = {"study": raw.get("study"), "sweep": raw.get("sweep"), "configurations": []}
+        found.append({**own, "select": select, **shared})
+    names = [own["name"] for own in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"configurations: two files have the name {twice[0]!r}; give each its own")
+    return found or [raw]
+
+
+def configuration_of(leaf: str, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters that a leaf belongs to: `raw`, or of `configurations` the one named."""
+    named = {str(own["name"]): own for own in configurations(raw)}
+    return named.get(next(iter(Path(leaf).parts[1:]), ""), raw)
+
+
+def _grid(raw: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+    sweep = dict(raw.get("sweep") or {})
+    if bad := [k for k in sweep if k not in AXES]:
+        raise UserError(f"sweep: {bad[0]!r} is no axis; axes: {', '.join(AXES)}")
     for values in itertools.product(*sweep.values()):
         at: Mapping[str, Any] = raw
         for key, value in zip(sweep, values, strict=True):
@@ -73,7 +100,12 @@ def _point(planner: Planner, strategy: str, axes: dict[str, Any]) -> Point:
     nodes = {s: planner.node(s) for s in ("prepare", "embed", "cluster")}
     if strategy == BASE:
         return Point(strategy, planner.raw, nodes, suite_nodes, {})
-    nodes |= {s: planner.node(s, strategy) for s in ("select", "train")}
+    nodes |= {s: planner.node(s, strategy) for s in ("select", "train", "diagnose")}
+    if strategy in SCORES:
+        for node in ancestry(nodes["select"]).values():
+            if node.stage == "score":
+                step = Path(node.leaf).name
+                nodes["score" if step == strategy else f"score:{step}"] = node
     return Point(strategy, planner.raw, nodes, suite_nodes, axes)
 
 
@@ -87,7 +119,7 @@ class ReportParams(Section):
 
 def report(raw: Mapping[str, Any], *, study: str | None = None) -> Node:
     """Return the report node: over strategies x sweep for a study, else over the strategies."""
-    rows = points(raw if study else {**raw, "sweep": {}})
+    rows = points(raw if study else {**raw, "sweep": {}, "configurations": []})
     name = token(typed(raw).name)
     leaf = f"{ROOT}/{name}/" + (f"studies/{token(study)}" if study else "report")
     inputs: dict[str, Node] = {}
@@ -99,6 +131,7 @@ def report(raw: Mapping[str, Any], *, study: str | None = None) -> Node:
         described.append(
             {
                 "strategy": row.strategy,
+                "configuration": row.raw["name"],
                 "ratio": get(row.raw, "select.ratio"),
                 "seed": get(row.raw, "train.seed"),
                 "axes": row.axes,
@@ -121,8 +154,9 @@ def target(raw: Mapping[str, Any]) -> Node:
     Raises:
         UserError: a sweep without a study's name.
     """
-    if raw.get("sweep") and not raw.get("study"):
-        raise UserError("sweep: needs a name for its report; set the key `study`")
+    for key in ("sweep", "configurations"):
+        if raw.get(key) and not raw.get("study"):
+            raise UserError(f"{key}: needs a name for its report; set the key `study`")
     return report(raw, study=raw.get("study"))
 
 
@@ -141,6 +175,8 @@ def at(leaf: str, raw: Mapping[str, Any]) -> Node:
         UserError: the path is no leaf of this project, or of another `name`.
     """
     parts = Path(leaf).parts
+    if parts[2:3] not in [("report",), ("studies",)]:
+        raw = configuration_of(leaf, raw)
     name = typed(raw).name
     if len(parts) < 3 or parts[0] != ROOT or parts[1] != name:
         raise UserError(f"{leaf}: a leaf starts with {ROOT}/{name}/, the `name` in params.yaml")
@@ -154,7 +190,10 @@ def at(leaf: str, raw: Mapping[str, Any]) -> Node:
 
 def _at(leaf: str, stage: str, slugs: tuple[str, ...], raw: Mapping[str, Any]) -> Node:
     known = {"strategy": "", "suite": ""}
-    if stage == "evaluate" and slugs[:1] == (BASE,) and len(slugs) == 2:
+    if stage == "score" and len(slugs) == 1:
+        known = {"strategy": _known_step(slugs[0]), "suite": ""}
+        raw = {**raw, "sweep": {}}
+    elif stage == "evaluate" and slugs[:1] == (BASE,) and len(slugs) == 2:
         known = {"strategy": BASE, "suite": slugs[1]}
         raw = {**raw, "sweep": {}}
     elif stage not in CHAIN or len(slugs) != len(CHAIN[stage]):
@@ -170,6 +209,13 @@ def _at(leaf: str, stage: str, slugs: tuple[str, ...], raw: Mapping[str, Any]) -
     if node.leaf != str(Path(leaf)):
         raise UserError(f"{leaf}: values are written otherwise there; did you mean {node.leaf}?")
     return node
+
+
+def _known_step(name: str) -> str:
+    """Return the name of a step of score, or of a strategy, whose leaf is empty then."""
+    if name not in SCORES:
+        strategies.get(name)
+    return name
 
 
 def _axes(leaf: str, part: str, slug: str) -> dict[str, str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,85 +16,197 @@ from cluster_sft.params import (
     Cluster,
     ClusterParams,
     Data,
+    Diagnose,
+    DiagnoseParams,
     EmbedParams,
     EvaluateParams,
     EvaluateRule,
+    Ifd,
+    IfdParams,
+    LessGradientsParams,
+    LessTargetsParams,
+    LessWarmupParams,
     PrepareParams,
+    S2lParams,
+    S2lProxyParams,
+    S2lTraining,
+    S2lTrajectoriesParams,
     Section,
     SelectParams,
     SelectRule,
     Train,
     TrainParams,
+    Warmup,
 )
 
 ROOT = "results"
 BASE = "base"  # the point without training
 
 
+def _part(section: str, names: Iterable[str]) -> dict[str, str]:
+    return {name: f"{section}.{name}" for name in names}
+
+
 def _of(section: str, model: type[BaseModel]) -> dict[str, str]:
-    return {f: f"{section}.{f}" for f in model.model_fields}
+    return _part(section, model.model_fields)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage: its module, its parameters, where each comes from, and the leaf's slug.
+    """A stage: its module, its parameters, what it reads, and the leaf's slug.
 
     Attributes:
         module: the module below `cluster_sft` that has `run`.
         params: the typed parameters that `run` receives.
         keys: parameter -> dotted key of params.yaml.
+        reads: role -> the stage, or step of score, whose leaf `run` receives under that name.
+        files: parameters that name a file, which counts by its bytes and not by its path.
         slug: the path parts that this stage adds to those of the stage it builds on.
+        about: what it does, for the command line's help.
     """
 
     module: str
     params: type[Section]
     keys: dict[str, str]
+    reads: dict[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
     slug: str = ""
+    about: str = ""
 
 
+MODEL = {"model": "model.name", "dtype": "model.dtype"}
+RENDERING = {"template": "model.template", "max_length": "model.max_length"}
 STAGES: dict[str, Stage] = {
     "prepare": Stage(
         "preparation",
         PrepareParams,
-        {
-            **_of("data", Data),
-            "model": "model.name",
-            "template": "model.template",
-            "max_length": "model.max_length",
-        },
+        {**_of("data", Data), "model": "model.name", **RENDERING},
+        files=("source",),
+        about="render, tokenise and label raw data",
     ),
-    "embed": Stage("embedding", EmbedParams, {"model": "model.name", "dtype": "model.dtype"}),
+    "embed": Stage(
+        "embedding",
+        EmbedParams,
+        MODEL,
+        {"dataset": "prepare"},
+        about="one forward pass: a gradient-proxy embedding of every sample",
+    ),
     "cluster": Stage(
         "clustering",
         ClusterParams,
         _of("cluster", Cluster),
-        "k-{cluster.k}_w-{train.workers}_alpha-{cluster.alpha}_seed-{cluster.seed}",
+        {"embeddings": "embed"},
+        slug="k-{cluster.k}_w-{train.workers}_alpha-{cluster.alpha}_seed-{cluster.seed}",
+        about="capacity-constrained K-means on the embeddings",
     ),
     "select": Stage(
         "selection",
         SelectParams,
         {**_of("select", SelectRule), "strategy": "strategy"},
-        "{strategy}-{select.ranking}_r-{select.ratio}_seed-{select.seed}",
+        {"dataset": "prepare", "clusters": "cluster", "scores": "score"},
+        slug="{strategy}-{select.ranking}_r-{select.ratio}_seed-{select.seed}",
+        about="choose rows of the clusters under one budget",
     ),
     "train": Stage(
         "training",
         TrainParams,
         {**_of("train", Train), "strategy": "strategy", "model": "model.name"},
-        "weights-{train.weights}_batches-{train.batches}_lr-{train.learning_rate}"
+        {"dataset": "prepare", "subset": "select"},
+        slug="weights-{train.weights}_batches-{train.batches}_lr-{train.learning_rate}"
         "_epochs-{train.epochs}_batch-{train.global_batch_size}_seed-{train.seed}",
+        about="weighted data-parallel fine-tuning on a subset",
     ),
     "evaluate": Stage(
         "evaluation",
         EvaluateParams,
+        {**_of("evaluate", EvaluateRule), **MODEL, "template": "model.template"},
+        {"dataset": "prepare", "model": "train"},
+        slug="{suite}",
+        about="score a model on a suite",
+    ),
+    "diagnose": Stage(
+        "diagnosing",
+        DiagnoseParams,
+        {**_of("diagnose", Diagnose), **MODEL},
         {
-            **_of("evaluate", EvaluateRule),
-            "model": "model.name",
-            "dtype": "model.dtype",
-            "template": "model.template",
+            "dataset": "prepare",
+            "embeddings": "embed",
+            "clusters": "cluster",
+            "subset": "select",
         },
-        "{suite}",
+        about="measure what clusters and subset do to the gradients",
     ),
 }
+SAMPLES = {"embeddings": "embed"}
+SCORES: dict[str, Stage] = {  # the steps of stage score; a strategy reads the one of its name
+    "ifd": Stage(
+        "scorers.ifd",
+        IfdParams,
+        {**_of("score.ifd", Ifd), **MODEL},
+        {"dataset": "prepare"},
+        about="IFD: loss of the response with and without the instruction",
+    ),
+    "less-warmup": Stage(
+        "scorers.less_warmup",
+        LessWarmupParams,
+        {**_of("score.less", Warmup), **MODEL},
+        {"dataset": "prepare"},
+        about="LESS: LoRA warm-up on a random share of the rows",
+    ),
+    "less-gradients": Stage(
+        "scorers.less_gradients",
+        LessGradientsParams,
+        {**_part("score.less", ("gradient", "projection_dim", "seed")), **MODEL},
+        {"dataset": "prepare", "warmup": "less-warmup"},
+        about="LESS: projected gradients of the training rows",
+    ),
+    "less-targets": Stage(
+        "scorers.less_targets",
+        LessTargetsParams,
+        {**_part("score.less", ("targets", "projection_dim", "seed")), **MODEL, **RENDERING},
+        {"dataset": "prepare", "warmup": "less-warmup"},
+        files=("targets",),
+        about="LESS: projected gradients of the target examples",
+    ),
+    "less": Stage(
+        "scorers.less",
+        Section,
+        {},
+        {"gradients": "less-gradients", "targets": "less-targets"},
+        about="LESS: influence of every row on the target examples",
+    ),
+    "s2l-proxy": Stage(
+        "scorers.s2l_proxy",
+        S2lProxyParams,
+        {**_of("score.s2l", S2lTraining), "s2l_model": "score.s2l.model", **MODEL, **RENDERING},
+        {"dataset": "prepare"},
+        about="S2L: train a small proxy model, keeping checkpoints",
+    ),
+    "s2l-trajectories": Stage(
+        "scorers.s2l_trajectories",
+        S2lTrajectoriesParams,
+        {"s2l_model": "score.s2l.model", "dtype": "model.dtype"},
+        {"dataset": "prepare", "proxy": "s2l-proxy"},
+        about="S2L: loss of every row at every checkpoint",
+    ),
+    "s2l": Stage(
+        "scorers.s2l",
+        S2lParams,
+        _part("score.s2l", ("clusters", "seed")),
+        {"dataset": "prepare", "trajectories": "s2l-trajectories"},
+        about="S2L: groups of rows with like trajectories",
+    ),
+    "k-center": Stage(
+        "scorers.k_center", Section, {}, SAMPLES, about="order of greedy k-center on the embeddings"
+    ),
+    "loss-top": Stage(
+        "scorers.loss_top", Section, {}, SAMPLES, about="loss of every row under the model"
+    ),
+    "length-matched-random": Stage(
+        "scorers.length_matched_random", Section, {}, SAMPLES, about="response tokens of every row"
+    ),
+}
+UNSCORED = Stage("scorers.none", Section, {}, about="nothing, for a strategy without scores")
 CHAIN = {  # the stages whose slugs make up a leaf, in order
     "prepare": (),
     "embed": (),
@@ -102,7 +214,16 @@ CHAIN = {  # the stages whose slugs make up a leaf, in order
     "select": ("cluster", "select"),
     "train": ("cluster", "select", "train"),
     "evaluate": ("cluster", "select", "train", "evaluate"),
+    "diagnose": ("cluster", "select"),
 }
+PER_STRATEGY = ("select", "train", "evaluate", "diagnose")  # one leaf a strategy
+
+
+def spec_of(stage: str, step: str = "") -> Stage:
+    """Return the table's entry of a stage, or of a step of score."""
+    return SCORES.get(step, UNSCORED) if stage == "score" else STAGES[stage]
+
+
 NAMES = re.compile(r"\{([a-z_.]+)\}")
 AXES = sorted({n for s in STAGES.values() for n in NAMES.findall(s.slug)} - {"strategy", "suite"})
 

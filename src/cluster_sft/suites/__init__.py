@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
 from cluster_sft.errors import UserError, known_names
+from cluster_sft.yaml_files import read_mapping
 
 SUITES = Path("data/suites")
 SPEC = "suite.yaml"
@@ -153,14 +151,11 @@ def read(suite: Path) -> dict[str, Any]:
     """Return the suite.yaml of a folder, checked against the options of its kind.
 
     Raises:
-        UserError: it is missing, no YAML mapping, or has an unknown, missing or mistyped key.
+        UserError: it is missing, no YAML mapping, or it has an unknown, missing or mistyped key.
     """
     path = suite / SPEC
-    try:
-        spec = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
-        raise UserError(f"{path}: cannot be read as YAML: {error}") from error
-    if not isinstance(spec, dict) or not isinstance(spec.get("kind"), str):
+    spec = read_mapping(path)
+    if not isinstance(spec.get("kind"), str):
         raise UserError(f"{path}: must be a mapping with a key `kind`; known: {', '.join(kinds())}")
     try:
         options = get(spec["kind"])
@@ -199,5 +194,6 @@ def outside_files(suite: Path) -> list[Path]:
 
 def _type_name(wanted: type | tuple[type, ...]) -> str:
     types = wanted if isinstance(wanted, tuple) else (wanted,)
-    plain = {str: "text", int: "an integer", bool: "true or false", list: "a list"}
+    plain = {str: "text", int: "an integer", bool: "true or false"}
+    plain |= {list: "a list", dict: "a mapping"}
     return " or ".join(plain.get(each, each.__name__) for each in types)
