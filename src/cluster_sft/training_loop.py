@@ -27,6 +27,7 @@ from cluster_sft.checkpoints import save_checkpoint, save_snapshot
 from cluster_sft.errors import UserError
 from cluster_sft.optimizers import learning_rate, warmup_length
 from cluster_sft.training_rows import TrainingRows, collate
+from cluster_sft.worker_cosine import worker_cosine
 from cluster_sft.workload import MicroBatch, split_step
 
 if TYPE_CHECKING:
@@ -97,7 +98,10 @@ def train(session: Session, done: int) -> None:
     saved = time.monotonic()
     interval = 60 * session.launch.checkpoint_minutes
     for index in range(done, len(session.plan)):
+        # Before the step's clock starts: what is measured is no cost of the training.
+        measured = _measure(session, index)
         entry, is_due = _run_step(session, index, is_due=time.monotonic() - saved >= interval)
+        entry |= measured
         if writer is not None:
             _log(session.scratch / TRAIN_LOG, entry, writer)
             # Before the checkpoint: whatever a resumed run does not compute again is there.
@@ -113,6 +117,50 @@ def train(session: Session, done: int) -> None:
             saved = time.monotonic()
     if writer is not None:
         writer.close()
+
+
+def _measure(session: Session, index: int) -> dict[str, Any]:
+    """Return the cosine of the workers' gradients, in every n-th step from the first on."""
+    every = session.params.cosine_every
+    if not every or index % every:
+        return {}
+    accelerator, rows = session.accelerator, session.rows
+    shares = split_step(
+        session.plan[index],
+        lengths=rows.lengths_N,
+        n_tokens=rows.n_tokens_N,
+        processes=session.plan.workers,
+        loss_reduction=session.params.loss_reduction,
+        micro_batch=session.launch.micro_batch,
+        batch_tokens=session.launch.batch_tokens,
+    )
+    size = len(shares) // accelerator.num_processes
+    mine = shares[accelerator.process_index * size :][:size]
+    parameters = [p for p in session.row_loss.parameters() if p.requires_grad]
+    return worker_cosine(
+        (_worker_gradient(session, index, share, parameters) for share in mine),
+        parameters,
+        workers=len(shares),
+        add_up=lambda x: cast("Tensor", accelerator.reduce(x, reduction="sum")),
+    )
+
+
+def _worker_gradient(
+    session: Session, index: int, share: list[MicroBatch], parameters: list[torch.nn.Parameter]
+) -> list[Tensor | None]:
+    """Return a logical worker's own gradient; no parameter's `grad` is touched."""
+    # Without DDP's wrapper, which would share the gradient.
+    row_loss = session.accelerator.unwrap_model(session.row_loss)
+    total: list[Tensor | None] = [None] * len(parameters)
+    for micro in share:
+        if micro.coefficients.any():
+            weighted = _weighted_losses(session, row_loss, index, micro)[0]
+            parts = torch.autograd.grad(weighted, parameters, allow_unused=True)
+            total = [
+                b if a is None else a if b is None else a + b
+                for a, b in zip(total, parts, strict=True)
+            ]
+    return total
 
 
 def _run_step(session: Session, index: int, *, is_due: bool) -> tuple[dict[str, Any], bool]:
@@ -168,20 +216,25 @@ def _accumulate(
     seen = []
     for number, micro in enumerate(share, start=1):
         is_last = number == len(share)
-        # A step has a row once, so that dropout draws alike whichever process computes this.
-        torch.manual_seed(_dropout_seed(session.params.seed, index, int(micro.rows[0])))
         with nullcontext() if is_last else accelerator.no_sync(session.row_loss):
-            with _autocast(session):
-                losses = session.row_loss(
-                    *collate(session.rows, micro.rows, device=accelerator.device)
-                )
-            coefficients = torch.from_numpy(micro.coefficients).to(losses)
-            weighted = (coefficients * losses).sum()
+            weighted, losses = _weighted_losses(session, session.row_loss, index, micro)
             # DDP averages over processes; the step's loss is their sum.
             accelerator.backward(accelerator.num_processes * weighted)
         total += weighted.detach()
         seen.append((micro, losses.detach()))
     return total, seen
+
+
+def _weighted_losses(
+    session: Session, row_loss: torch.nn.Module, index: int, micro: MicroBatch
+) -> tuple[Tensor, Tensor]:
+    """Return what a forward pass adds to the step's loss, and the losses of its rows."""
+    # A step has a row once, so that dropout draws alike whichever process computes this.
+    torch.manual_seed(_dropout_seed(session.params.seed, index, int(micro.rows[0])))
+    with _autocast(session):
+        losses = row_loss(*collate(session.rows, micro.rows, device=session.accelerator.device))
+    coefficients = torch.from_numpy(micro.coefficients).to(losses)
+    return (coefficients * losses).sum(), losses
 
 
 def _dropout_seed(seed: int, index: int, row: int) -> int:
@@ -237,5 +290,7 @@ def _raise_not_finite(
 def _log(path: Path, entry: dict[str, Any], writer: SummaryWriter) -> None:
     with path.open("a") as file:
         file.write(json.dumps(entry) + "\n")
-    for name in ("loss", "grad_norm", "lr"):
+    for name in ("loss", "grad_norm", "lr", "worker_cosine"):
+        if entry.get(name) is None:
+            continue
         writer.add_scalar(f"train/{name}", entry[name], entry["step"])
