@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -30,7 +29,7 @@ from cluster_sft.diagnostics import (
 )
 from cluster_sft.diagnostics.moments import group_moments
 from cluster_sft.errors import UserError
-from cluster_sft.params import EmbedParams, Launch
+from cluster_sft.params import DiagnoseParams, EmbedParams, Launch
 from cluster_sft.report import drawing
 from cluster_sft.report.html import inline
 from cluster_sft.token_batches import TokenStore
@@ -354,6 +353,14 @@ def test_stratified_steps_hold_the_epochs_shares_and_random_ones_do_not():
     assert found["random"]["deviation"] > 0.05
 
 
+def test_batches_are_judged_by_a_multiple_of_the_clusters_that_fills_four_steps():
+    assert [composition.nominal_batch(*case) for case in ((72, 4), (10_000, 5), (9, 4))] == [
+        16,
+        65,
+        4,
+    ]
+
+
 def test_stratified_steps_smaller_than_the_clusters_cannot_be_made():
     assert composition.epoch_steps(LABELS, 3, batch=2, seed=0, batches="stratified") is None
 
@@ -421,13 +428,12 @@ def diagnose(leaves, model, out: Path, *, subset="subset", **changes) -> dict:
         "map": "pca",
         "examples": 2,
         "terms": 4,
-        "global_batch_size": 6,
         "seed": 0,
         "model": str(model),
         "dtype": "fp32",
     }
     diagnosing.run(
-        SimpleNamespace(**(params | changes)),  # type: ignore[arg-type]
+        DiagnoseParams(**(params | changes)),
         **{k: leaves[k] for k in ("dataset", "embeddings", "clusters")},
         subset=leaves[subset],
         out=out,

@@ -51,8 +51,7 @@ def run(
     """Measure what the method assumes, and write numbers, tables and figures.
 
     Args:
-        params: sample, permutations, gradients, map, examples, terms, global_batch_size, seed,
-            model, dtype.
+        params: sample, permutations, gradients, map, examples, terms, seed, model, dtype.
         dataset: leaf of prepare.
         embeddings: leaf of embed.
         clusters: leaf of cluster.
@@ -66,9 +65,9 @@ def run(
     """
     meter = costs.start()
     inputs = read_inputs(dataset, embeddings=embeddings, clusters=clusters, subset=subset)
-    seed, batch = params.seed, params.global_batch_size
+    seed = params.seed
     metrics = _counts(inputs)
-    _add(metrics, geometry.measure_geometry(inputs, batch=batch, seed=seed, out=out))
+    _add(metrics, geometry.measure_geometry(inputs, seed=seed, out=out))
     words = {"terms": params.terms, "examples": params.examples}
     _add(metrics, meaning.measure_meaning(inputs, **words, seed=seed, out=out))
     metrics["map"] = meaning.draw_map(inputs, method=params.map, seed=seed, out=out)

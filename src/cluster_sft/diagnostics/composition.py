@@ -10,6 +10,18 @@ from numpy.typing import NDArray
 
 from cluster_sft.batching import Batches, batch_plan
 
+BATCH_ROWS = 64
+MIN_STEPS = 4
+
+
+def nominal_batch(rows: int, k: int) -> int:
+    """Return the rows of a step by which batches are judged, a multiple of k.
+
+    The least that is not below 64, or less, down to k, where `rows` then would not fill 4 steps.
+    Training may take another size: that a stratified step has less variance does not depend on it.
+    """
+    return k * max(1, min(-(-BATCH_ROWS // k), rows // (MIN_STEPS * k)))
+
 
 def epoch_steps(
     label_S: NDArray[np.integer], k: int, *, batch: int, seed: int, batches: Batches

@@ -16,9 +16,10 @@ from cluster_sft.diagnostics.inputs import Inputs
 from cluster_sft.diagnostics.moments import Array, Moments, group_moments
 
 
-def measure_geometry(inputs: Inputs, *, batch: int, seed: int, out: Path) -> dict[str, Any]:
+def measure_geometry(inputs: Inputs, *, seed: int, out: Path) -> dict[str, Any]:
     """Return preservation, variances, diversity and composition of batches, and draw them."""
     k, label_N = inputs.k, inputs.label_N
+    batch = composition.nominal_batch(len(inputs.rows_S), k)
     group_N = label_N + k * inputs.selected_N
     moments: dict[str, tuple[Moments, Moments]] = {}
     for name, scale_N in (("e", None), ("g", inputs.norm_N)):
@@ -57,7 +58,7 @@ def measure_geometry(inputs: Inputs, *, batch: int, seed: int, out: Path) -> dic
         "variance": _variances(moments, batch=batch, alpha=inputs.alpha),
         "diversity": _diversity(full, selected, spread),
         "composition": {way: composition.describe_counts(c) for way, c in counts.items()},
-        "global_batch_size": batch,
+        "batch_rows": batch,
     }
 
 
