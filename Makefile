@@ -1,10 +1,14 @@
 # make demo   everything, end to end, on a laptop; then names the report
+# make study-NAME  a study of sweeps/: study-main, study-weighting, ...; of PARAMS=presets/evol-7b.yaml
+#             instead of params.yaml, or ON=code-and-medical, a file of sweeps/on/, for several of them
 # make test   the test suite
 # make bench  every speed and memory claim beside its peers (an hour); BENCH=clustering for one of them
 # make install the environment alone, in .venv (PYTHON=python3.11 make install selects the interpreter)
 PYTHON ?= python3
 CORES ?= all
 BENCH ?= all
+PARAMS ?= params.yaml
+ON ?=
 PEERS := benchmarks/out/peers-venv
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -14,6 +18,11 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 demo: install
 	snakemake --cores $(CORES)
 	cluster-sft show
+
+study-%: OVERLAYS = sweeps/$*.yaml $(ON:%=sweeps/on/%.yaml)
+study-%: sweeps/%.yaml install
+	snakemake --cores $(CORES) --configfile $(PARAMS) $(OVERLAYS)
+	cluster-sft show --params $(PARAMS) $(OVERLAYS)
 
 test: install
 	python -m pytest -n 2 --dist loadfile
