@@ -24,7 +24,7 @@ import polars as pl
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from cluster_sft import artifacts
+from cluster_sft import artifacts, costs
 from cluster_sft.assignment import assign
 from cluster_sft.errors import UserError
 from cluster_sft.kmeans import Fit, Lloyd, seed_centers
@@ -155,6 +155,7 @@ def run(
     params: ClusterParams, *, embeddings: Path, out: Path, scratch: Path, launch: Launch
 ) -> None:
     """Cluster the embeddings of the leaf `embeddings` into `out`."""
+    meter = costs.start()
     x, samples = artifacts.read_embeddings(embeddings)
     if params.k > len(x):
         raise UserError(
@@ -183,6 +184,7 @@ def run(
     # Rows without a direction, which selection keeps only when nothing else is left.
     zero = samples.filter(pl.col("proxy_norm") == 0)["id"].to_list()
     summary = {**_summary(found, params, usage=usage), "zero_rows": zero}
+    summary["cost"] = meter.stop(out)
     artifacts.write_json(out / artifacts.SUMMARY, summary)
     if usage < LOW_USAGE:
         print(

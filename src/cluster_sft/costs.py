@@ -23,6 +23,7 @@ class Meter:
         backward_passes: int = 0,
         tokens: int = 0,
         peak_memory_bytes: int | None = None,
+        still_to_store: int = 0,
     ) -> dict[str, float]:
         """Return the cost of the work, for the `cost` of its summary.json.
 
@@ -32,6 +33,7 @@ class Meter:
             backward_passes: rows that a gradient was taken of, counted once a pass.
             tokens: of all forward passes, without padding.
             peak_memory_bytes: of the largest process; None for this one's.
+            still_to_store: bytes that will join the payload after its summary.
         """
         peak = peak_resident_bytes() if peak_memory_bytes is None else peak_memory_bytes
         return {
@@ -40,7 +42,8 @@ class Meter:
             "tokens": tokens,
             "seconds": time.perf_counter() - self.started,
             "peak_memory_bytes": peak,
-            "bytes_stored": sum(p.stat().st_size for p in out.rglob("*") if p.is_file()),
+            "bytes_stored": still_to_store
+            + sum(p.stat().st_size for p in out.rglob("*") if p.is_file()),
         }
 
 

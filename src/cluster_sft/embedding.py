@@ -11,7 +11,6 @@ Legend: N rows, H hidden size, B rows of a batch.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cluster_sft import inference, launching, models
+from cluster_sft import costs, inference, launching, models
 from cluster_sft.artifacts import SUMMARY, read_table, write_json, write_table
 from cluster_sft.errors import UserError
 from cluster_sft.partial_results import Results
@@ -46,7 +45,7 @@ def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch:
     Raises:
         UserError: no rows, no such model, or no row with a finite proxy.
     """
-    started = time.perf_counter()
+    meter = costs.start()
     ids = read_table(dataset, "dataset.parquet", ["id"])["id"]
     if not len(ids):
         raise UserError(f"{dataset}: dataset.parquet has no rows; there is nothing to embed")
@@ -76,16 +75,29 @@ def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch:
         done=lambda: int(lengths[results.done.astype(bool)].sum()),
     )
     assert results.done.all(), "a batch was given to no process"
+    tokens = int(lengths.sum())
+    workers = inference.worker_facts(scratch, launch.processes)
+    kept = _write_samples(results, ids, out)
+    cost = meter.stop(
+        out,
+        forward_passes=len(ids),
+        tokens=tokens,
+        peak_memory_bytes=workers["peak_memory_bytes"],
+        still_to_store=len(kept) * results["embeddings"].shape[1] * 2,
+    )
     facts = {
-        "tokens": int(lengths.sum()),
+        "tokens": tokens,
         "padding_share": plan_batches(lengths, launch.batch_tokens).padding,
         "processes": launch.processes,
-        "seconds": (seconds := time.perf_counter() - started),
-        "tokens_per_second": (int(lengths.sum()) - resumed) / seconds,
+        "seconds": cost["seconds"],
+        "tokens_per_second": (tokens - resumed) / cost["seconds"],
         "resumed_tokens": resumed,
-        **inference.worker_facts(scratch, launch.processes),
+        "cost": cost,
+        **workers,
     }
-    _finish(results, ids, out, facts)
+    write_json(out / SUMMARY, {**_summary(results, ids, kept), **facts})
+    # Last, since without its array the scratch folder cannot be resumed.
+    results.move("embeddings", kept, out / "embeddings.npy")
 
 
 def result_arrays(n_rows: int, width: int) -> dict[str, tuple[tuple[int, ...], type]]:
@@ -123,11 +135,10 @@ def _outputs(model: PreTrainedModel, batch: Batch, *, exact_head: bool) -> tuple
     return unit.half(), proxy.n_tokens.int(), proxy.nll.float(), norm.float()
 
 
-def _finish(results: Results, ids: pl.Series, out: Path, facts: dict[str, Any]) -> None:
-    """Write the payload, without the rows whose proxy is not finite."""
+def _write_samples(results: Results, ids: pl.Series, out: Path) -> np.ndarray:
+    """Write samples.parquet, and return the positions of its rows: those with a finite proxy."""
     finite = np.isfinite(results["norm"]) & np.isfinite(results["nll"])
-    kept = np.flatnonzero(finite)
-    if not len(kept):
+    if not finite.any():
         raise UserError(
             f"all {len(ids)} gradient proxies are non-finite; the model's weights hold NaN or "
             "overflow: check them, or set model.dtype to fp32"
@@ -141,19 +152,19 @@ def _finish(results: Results, ids: pl.Series, out: Path, facts: dict[str, Any]) 
         }
     ).filter(finite)
     write_table(out, "samples.parquet", samples)
-    dropped = ids.filter(pl.Series(~finite)).to_list()
-    summary = {
+    return np.flatnonzero(finite)
+
+
+def _summary(results: Results, ids: pl.Series, kept: np.ndarray) -> dict[str, Any]:
+    dropped = np.setdiff1d(np.arange(len(ids)), kept)
+    return {
         "n": len(kept),
         "hidden_size": results["embeddings"].shape[1],
         "dropped_non_finite": len(dropped),
-        "dropped_ids": dropped,
+        "dropped_ids": ids[dropped].to_list(),
         "zero_rows": int((results["norm"][kept] == 0).sum()),
         "supervised_tokens": int(results["n_tokens"][kept].sum(dtype=np.int64)),
-        **facts,
     }
-    write_json(out / SUMMARY, summary)
-    # Last, since without its array the scratch folder cannot be resumed.
-    results.move("embeddings", kept, out / "embeddings.npy")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cluster_sft import strategies
+from cluster_sft import costs, strategies
 from cluster_sft.artifacts import SUMMARY, read_json, read_table, write_json, write_table
 from cluster_sft.batching import cluster_weights
 from cluster_sft.errors import UserError
@@ -93,9 +93,12 @@ def run(
         UserError: the budget is empty or exceeds the scored rows, or clusters and dataset do not
             fit each other.
     """
+    meter = costs.start()
     subset = select(params, dataset=dataset, clusters=clusters, scores=scores, out=out)
     write_rows(out / "subset.jsonl", subset, dataset, scratch=scratch)
-    rows, n = len(subset), read_json(out / SUMMARY)["n"]
+    summary = read_json(out / SUMMARY)
+    write_json(out / SUMMARY, {**summary, "cost": meter.stop(out)})
+    rows, n = len(subset), summary["n"]
     print(f"select {params.strategy}: {rows:,} of {n:,} rows ({rows / n:.1%})", file=sys.stderr)
 
 
