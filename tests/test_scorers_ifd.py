@@ -143,6 +143,7 @@ def test_ifd_killed_run_resumes_and_ends_with_the_same_bits(
     before = int(np.load(done).sum())
     assert 0 < before < 80
     out = score(tiny_model_dir, dataset, tmp_path / "again")
+    assert read_json(out / "summary.json")["resumed_tokens"] > 0
     assert read_scores(out).equals(read_scores(scored))
 
 

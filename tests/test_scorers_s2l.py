@@ -252,6 +252,7 @@ def test_trajectories_killed_resume_by_snapshot_and_batch_with_the_same_bits(
     assert np.load(first).all() and not np.load(second).all()
     out = trace(tiny_model_dir, tiny_dataset, proxy, tmp_path / "again")
     files = [(x / "trajectories.npy").read_bytes() for x in (out, traced)]
+    assert read_json(out / "summary.json")["resumed_tokens"] > 0
     assert files[0] == files[1]
 
 

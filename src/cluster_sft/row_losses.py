@@ -51,11 +51,13 @@ class Losses:
         nll: of every pass (N,) float32, mean over the row's supervised tokens in nats; NaN for a
             row without any, infinite where the model's loss is not finite.
         tokens: that went through a model, all passes together.
+        resumed_tokens: those of them that an earlier, interrupted run had computed.
         peak_memory_bytes: of the largest process.
     """
 
     nll: list[np.ndarray]
     tokens: int
+    resumed_tokens: int
     peak_memory_bytes: int
 
 
@@ -88,6 +90,11 @@ def row_losses(
     for one in passes:
         one.folder.mkdir(parents=True, exist_ok=True)
         results.append(Results.create(one.folder, {"nll": ((len(lengths),), np.float32)}))
+
+    def done() -> int:
+        return sum(int(lengths[r.done.astype(bool)].sum()) for r in results)
+
+    resumed = done()
     job = {
         "label": label,
         "model": str(models.local_path(model)),
@@ -104,13 +111,14 @@ def row_losses(
         work,
         launch=launch,
         total=int(lengths.sum()) * len(passes),
-        done=lambda: sum(int(lengths[r.done.astype(bool)].sum()) for r in results),
+        done=done,
     )
     assert all(r.done.all() for r in results), "a batch was given to no process"
     facts = [inference.worker_facts(p.folder, launch.processes) for p in passes]
     return Losses(
         nll=[np.array(r["nll"]) for r in results],
         tokens=int(lengths.sum()) * len(passes),
+        resumed_tokens=resumed,
         peak_memory_bytes=max(f["peak_memory_bytes"] for f in facts),
     )
 

@@ -79,6 +79,7 @@ def run(params: IfdParams, *, dataset: Path, out: Path, scratch: Path, launch: L
         facts={
             "formula": params.formula,
             "above_one": int((score_N[np.isfinite(score_N)] > 1).sum()),
+            "resumed_tokens": losses.resumed_tokens,
         },
         forward_passes=2 * len(ids),
         tokens=losses.tokens,

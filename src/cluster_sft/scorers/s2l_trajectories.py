@@ -80,5 +80,11 @@ def run(
         tokens=losses.tokens,
         peak_memory_bytes=losses.peak_memory_bytes,
     )
-    steps = [s["step"] for s in snapshots]
-    write_json(out / SUMMARY, {"steps": steps, "mean_loss": means, "rows": len(ids), "cost": cost})
+    summary = {
+        "steps": [s["step"] for s in snapshots],
+        "mean_loss": means,
+        "rows": len(ids),
+        "resumed_tokens": losses.resumed_tokens,
+        "cost": cost,
+    }
+    write_json(out / SUMMARY, summary)
