@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from cluster_sft import training
-from cluster_sft.adapters import add_adapter
+from cluster_sft.adapters import add_adapter, load_weights
 from cluster_sft.artifacts import read_array, read_json, read_scores, read_table, write_table
 from cluster_sft.errors import UserError
 from cluster_sft.models import load_model
@@ -114,8 +114,7 @@ def adapted(tiny_model_dir, warmup):
         facts = read_json(warmup / "summary.json")
         add_adapter(model, **facts["lora"])
         folder = warmup / facts["checkpoints"][number]["folder"]
-        for name, value in load_file(folder / "weights.safetensors").items():
-            model.get_parameter(name).data.copy_(value)
+        load_weights(model, folder / "weights.safetensors")
         return model, folder
 
     return adapted

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -98,6 +99,12 @@ def save_adapter(adapter: PeftModel, folder: Path, *, base: str) -> None:
     # Of a set, in an order that differs from run to run.
     written["target_modules"] = sorted(written["target_modules"])
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+
+
+def load_weights(model: PreTrainedModel, path: Path) -> None:
+    """Put weights that were saved by their names into the model; the others stay."""
+    unknown = model.load_state_dict(load_file(path), strict=False).unexpected_keys
+    assert not unknown, f"{path} holds {unknown[0]}, which the model lacks"
 
 
 def merge_adapter(adapter: PeftModel) -> PreTrainedModel:

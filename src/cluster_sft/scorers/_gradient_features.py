@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cluster_sft import inference, launching, models
-from cluster_sft.adapters import add_adapter
+from cluster_sft.adapters import add_adapter, load_weights
 from cluster_sft.artifacts import read_json, write_json
 from cluster_sft.checkpoints import MOMENTS, WEIGHTS
 from cluster_sft.costs import peak_resident_bytes
@@ -163,6 +163,8 @@ def _compute(
         torch.cuda.set_device(device)
     model = models.load_model(job["model"], dtype=job["dtype"], device=device)
     add_adapter(model, **job["lora"])
+    # Of a fresh adapter half the gradients are 0, on which the ways to them cannot be told apart.
+    load_weights(model, Path(job["folders"][-1]) / WEIGHTS)
     gradients = RowGradients(model, build_batch(store, _sample(store)).to(device))
     assert gradients.size == job["size"], "the adapter is not that of the warm-up"
     if not gradients.batched:
@@ -171,7 +173,7 @@ def _compute(
     buffer = torch.empty((longest, gradients.size), device=device)
     for folder, groups, writer in zip(job["folders"], todo, writers, strict=True):
         if groups:
-            gradients.load(load_file(Path(folder) / WEIGHTS))
+            load_weights(model, Path(folder) / WEIGHTS)
             transform = _transform(job["gradient"], Path(folder), gradients)
         for rows in groups:
             found = _gradients_of(gradients, store, rows, job, buffer[: len(rows)])

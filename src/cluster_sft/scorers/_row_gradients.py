@@ -9,7 +9,7 @@ Legend: B rows, T positions, D trainable parameters, in the order of their names
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -48,11 +48,6 @@ class RowGradients:
                 model, sample.input_ids, sample.attention_mask, sample.positions, sample.targets
             )
         self.batched = self._agrees(sample)
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Put the adapter's weights, by name, into the model."""
-        for name, p in self.trained.items():
-            p.data.copy_(weights[name])
 
     def __call__(self, batch: Batch, out: Tensor) -> None:
         """Write the gradients of the rows' mean losses, in nats, into out (B, D) float32."""
