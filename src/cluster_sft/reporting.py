@@ -16,7 +16,16 @@ import polars as pl
 
 from cluster_sft import strategies
 from cluster_sft.artifacts import SUMMARY, read_json, write_json
-from cluster_sft.report import caveats, exports, figures, headline, html, overview, tables
+from cluster_sft.report import (
+    caveats,
+    diagnoses,
+    exports,
+    figures,
+    headline,
+    html,
+    overview,
+    tables,
+)
 from cluster_sft.report.html import Title
 from cluster_sft.report.labels import label
 from cluster_sft.report.points import (
@@ -111,6 +120,7 @@ def point_of(described: Mapping[str, Any], *, several: bool = False) -> Point:
         },
         prepare=leaves.get("prepare"),
         embed=leaves.get("embed"),
+        diagnose=leaves.get("diagnose"),
         scores={
             role.removeprefix("score:") if ":" in role else described["strategy"]: leaf
             for role, leaf in leaves.items()
@@ -143,18 +153,23 @@ def write_report(points: Sequence[Point], *, title: Title, out: Path) -> None:
     """
     results = collect(points)
     found = overview.clusterings(points)
+    diagnosed = diagnoses.diagnoses(results)
     drawn = figures.draw(results, clusterings=found, way=overview.way(results, found))
+    drawn |= diagnoses.figures(diagnosed)
     made = exports.blocks(results, title.name)
     results.summary.write_csv(out / CSV)
     _means(results).write_csv(out / MEANS)
     write_json(out / METRICS_JSON, _metrics(results))
-    (out / MARKDOWN).write_text(_markdown(results, title, caveats.warnings(results, found)))
+    warnings = [*caveats.warnings(results, found), *diagnoses.warnings(diagnosed)]
+    (out / MARKDOWN).write_text(_markdown(results, title, warnings))
     _write_plots(results, out / "plots")
     (out / "figures").mkdir()
     exports.write(results, made, title=title.study or title.name, out=out)
     for name, svg in drawn.items():
         (out / "figures" / f"{name}.svg").write_text(svg)
-    page = html.render(results, title=title, clusterings=found, figures=drawn, made=made)
+    page = html.render(
+        results, title=title, clusterings=found, figures=drawn, made=made, diagnosed=diagnosed
+    )
     (out / PAGE).write_text(page)
 
 
@@ -262,6 +277,8 @@ def _write_plots(results: Results, folder: Path) -> None:
         steps = results.loss.filter(pl.col("point").is_in(list(group.points)))
         if len(steps):
             means = steps.group_by("step").agg(pl.exclude("point").mean()).sort("step")
+            if not means["worker_cosine"].count():
+                means = means.drop("worker_cosine")
             means.write_csv(folder / "loss" / f"{_key(group, names)}.csv")
     schema = {"name": pl.String} | {m.name: pl.Float64 for m in METRICS}
     pl.DataFrame(scores, schema=schema).write_csv(folder / "scores.csv")

@@ -13,6 +13,7 @@ from cluster_sft.report.points import Group, varying
 from cluster_sft.report.results import Results
 
 FEW_CURVES = 3  # loss curves that still get their range over seeds and their single steps
+MARKED_STEPS = 40  # measurements of a curve that are still marked one by one
 ENDS_LABELLED = 10  # loss curves that still get a label each
 
 
@@ -53,14 +54,46 @@ def draw_loss(results: Results) -> str:
     return drawing.to_svg(figure, "Training loss")
 
 
+def draw_worker_cosine(results: Results) -> str:
+    """Draw the mean cosine of the workers' gradients over training, a curve a group."""
+    figure = drawing.new_figure(3.2)
+    axes = figure.add_subplot()
+    looks = drawing.styles([g.strategy for g in results.groups])
+    names = varying(results.groups)
+    curves = [(g, _mean_curve(results.loss, g, "worker_cosine")) for g in results.groups]
+    last = results.loss.group_by("point").agg(pl.col("step").max())["step"]
+    equal = last.n_unique() == 1
+    ends: list[tuple[float, float, str, str]] = []
+    for group, curve in curves:
+        if curve is None:
+            continue
+        steps, cosine, _, _ = curve
+        if not equal:
+            mine = results.loss.filter(pl.col("point").is_in(list(group.points)))
+            steps = 100 * steps / max(mine["step"].to_list())
+        colour, marker = looks[group.strategy]
+        few = len(steps) <= MARKED_STEPS
+        axes.plot(steps, cosine, marker if few else "", linestyle="-", color=colour, markersize=4.5)
+        ends.append((float(steps[-1]), float(cosine[-1]), label(group, names), colour))
+    axes.set_xlabel("Optimizer step" if equal else "Optimizer steps done, %")
+    axes.locator_params(axis="x", integer=True)
+    axes.set_ylabel("Cosine of the workers' gradients")
+    axes.margins(x=0.02, y=0.12)
+    axes.set_ylim(axes.get_ylim())
+    if len(ends) > ENDS_LABELLED:
+        ends = _one_label_a_strategy(results, ends, looks)
+    drawing.label_ends(axes, ends, height=2.5)
+    return drawing.to_svg(figure, "Cosine of the workers' gradients")
+
+
 def _mean_curve(
-    loss: pl.DataFrame, group: Group
+    loss: pl.DataFrame, group: Group, name: str = "loss"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return steps, and mean, lowest and highest loss over seeds; None without any step."""
-    mine = loss.filter(pl.col("point").is_in(list(group.points)) & pl.col("loss").is_not_null())
+    """Return steps, and a column's mean, lowest and highest over seeds; None without any step."""
+    mine = loss.filter(pl.col("point").is_in(list(group.points)) & pl.col(name).is_not_null())
     if not len(mine):
         return None
-    value = pl.col("loss")
+    value = pl.col(name)
     rows = (
         mine.group_by("step")
         .agg(value.mean().alias("mean"), value.min().alias("low"), value.max().alias("high"))

@@ -35,6 +35,8 @@ def draw(
             drawn["clusters"] = draw_clusters(clusterings)
         if len(results.loss):
             drawn["loss"] = curves.draw_loss(results)
+        if results.loss["worker_cosine"].count():
+            drawn["worker-cosine"] = curves.draw_worker_cosine(results)
         if any(group.estimates for group in results.groups):
             drawn["scores"] = draw_scores(results)
             drawn |= studies.draw_all(results)

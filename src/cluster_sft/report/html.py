@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from cluster_sft.report import caveats, drawing, headline, overview, tables
+from cluster_sft.report import caveats, diagnoses, drawing, headline, overview, tables
 from cluster_sft.report.comparison import REFERENCES, against
+from cluster_sft.report.diagnoses import Diagnosis
 from cluster_sft.report.figures import MAX_PANELS
 from cluster_sft.report.overview import Clustering
-from cluster_sft.report.page import PAGE, STYLE
+from cluster_sft.report.page import PAGE
 from cluster_sft.report.points import METRICS, varying
 from cluster_sft.report.publication import Block
 from cluster_sft.report.results import Results
+from cluster_sft.report.stylesheet import STYLE
 
 NAMES = {
     drawing.INK: "ink",
@@ -38,6 +41,7 @@ def render(
     clusterings: Sequence[Clustering],
     figures: Mapping[str, str],
     made: Mapping[str, Sequence[Block]],
+    diagnosed: Sequence[Diagnosis],
 ) -> str:
     """Return the whole page.
 
@@ -45,8 +49,10 @@ def render(
         results: the points that are reported.
         title: names for the head of the page.
         clusterings: every clustering behind the points, whether or not it fits a figure.
-        figures: file name without suffix -> SVG text, as `figures.draw` returns it.
+        figures: file name without suffix -> SVG text, as `figures.draw` and `diagnoses.figures`
+            return it.
         made: tables by their file's name, as `exports.blocks` returns them.
+        diagnosed: what stage diagnose found, if it ran.
     """
     import jinja2
     from markupsafe import Markup
@@ -80,6 +86,7 @@ def render(
         skipped=overview.not_run(results),
         warnings=caveats.warnings(results, clusterings),
         hidden=len(clusterings) - MAX_PANELS,
+        diagnosis=_diagnosis(diagnosed),
         parameters=overview.parameters(results.points),
         sources=[(s.leaf, s.key[:12]) for s in overview.sources(results.points)],
     )
@@ -118,6 +125,22 @@ def _name(colour: str) -> str:
 
 def _variable(colour: str) -> str:
     return f"var({_name(colour)})"
+
+
+def _diagnosis(found: Sequence[Diagnosis]) -> dict[str, Any] | None:
+    """Return what the section on diagnostics holds; None where nothing was diagnosed."""
+    if not found:
+        return None
+    drawn = diagnoses.shown(found)
+    return {
+        "warnings": diagnoses.warnings(found),
+        "subsets": diagnoses.subsets_table(found),
+        "clusters": diagnoses.clusters_table(drawn),
+        "sentences": diagnoses.sentences(drawn),
+        "examples": diagnoses.examples(drawn),
+        "of": drawn.name,
+        "batch": drawn.metrics["batch_rows"],
+    }
 
 
 def _paired(results: Results) -> str:

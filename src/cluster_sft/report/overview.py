@@ -160,6 +160,7 @@ def sources(points: Sequence[Point]) -> list[Source]:
         leaves |= dict.fromkeys(leaf for p in points if (leaf := getattr(p, stage)) is not None)
     leaves |= dict.fromkeys(leaf for p in points for leaf in p.scores.values())
     leaves |= dict.fromkeys(leaf for p in points for leaf in p.evaluate.values())
+    leaves |= dict.fromkeys(p.diagnose for p in points if p.diagnose is not None)
     found = []
     for leaf in leaves:
         manifest = manifest_of(leaf)
@@ -185,6 +186,7 @@ def parameters(points: Sequence[Point]) -> list[tuple[str, str, str]]:
             *point.scores.values(),
             *(getattr(point, s) for s in ("select", "train")),
             *point.evaluate.values(),
+            point.diagnose,
         ]
         for leaf in leaves:
             if leaf is None or not (manifest := manifest_of(leaf)):

@@ -93,6 +93,7 @@ class Point:
     prepare: Path | None = None
     embed: Path | None = None
     scores: Mapping[str, Path] = field(default_factory=dict)  # step of stage score -> its leaf
+    diagnose: Path | None = None
 
 
 @dataclass(frozen=True)

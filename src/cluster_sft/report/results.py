@@ -58,6 +58,7 @@ LOSS = {
     "grad_norm": pl.Float64,
     "lr": pl.Float64,
     "tokens": pl.Int64,
+    "worker_cosine": pl.Float64,  # in the steps where it was measured
 }
 
 
