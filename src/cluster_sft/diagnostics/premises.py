@@ -44,7 +44,7 @@ def _centroids(clusters: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"The selected rows of {_named(sorted(low))} do not preserve the centroid: the lowest "
         f"cosine is {worst:.3f}, on {where}(x), below {COSINE}; the expected gradient is then not "
-        "that of the full data. A higher ratio or random ranking brings it closer."
+        "that of the full data. A higher ratio brings it closer."
     ]
 
 

@@ -234,7 +234,8 @@ run is healthy, not which strategy is better.
 {% endcall %}
 {% call figure("worker-cosine") %}
 Mean cosine between the gradients of two logical workers in a step, before they are averaged: 1
-where all push alike, 0 where they are orthogonal. Workers with a cluster each are less alike.
+where all push alike, 0 where they are orthogonal. Workers that have a cluster each can be expected
+to agree less than workers with random rows.
 {% endcall %}
 </section>
 {% endif %}
