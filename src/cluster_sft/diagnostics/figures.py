@@ -89,13 +89,14 @@ def draw_composition(counts: Mapping[str, NDArray[np.int64]]) -> str:
     with style():
         figure = new_figure(3.3)
         panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)
+        most = float(max(count.max() for count in counts.values()))
         for axes, (name, count) in zip(panels.flat, counts.items(), strict=True):
             shown = count[:MAX_STEPS]
             if count.shape[1] <= MAX_STACKED:
                 _stack(axes, shown)
                 axes.locator_params(axis="x", integer=True)
             else:
-                _shade(axes, shown.T.astype(np.float64), written=False)
+                _shade(axes, shown.T.astype(np.float64), written=False, strongest=most)
                 axes.set_xlim(-0.5, len(shown) - 0.5)
                 ticks = _ticks(len(shown))
                 axes.set_xticks(ticks, [str(step + 1) for step in ticks])
@@ -155,9 +156,12 @@ def draw_centroids(between: Array, preserved: Array) -> str:
         return to_svg(figure, "Cosines of the clusters' centroids")
 
 
-def _shade(axes: Axes, values: Array, *, written: bool) -> None:
-    """Draw a matrix as cells: blue where positive, orange where negative, stronger where larger."""
-    strongest = float(np.abs(values[np.isfinite(values)]).max(initial=0.0)) or 1.0
+def _shade(axes: Axes, values: Array, *, written: bool, strongest: float | None = None) -> None:
+    """Draw a matrix as cells: blue where positive, orange where negative, stronger where larger.
+
+    `strongest` is the value of the fullest colour, by default the largest.
+    """
+    strongest = strongest or float(np.abs(values[np.isfinite(values)]).max(initial=0.0)) or 1.0
     from matplotlib.colors import to_rgba
     from matplotlib.patches import Rectangle
 
