@@ -3,6 +3,11 @@
 All start from the same centres and make the same number of assignments. Every run is a process of
 its own; arms take turns, so that a slow minute hits all of them. Inertia is computed here, from
 each arm's labels, with the means of their rows in float64.
+
+Two iterations that assign differently part ways and end in different local optima, so the inertia
+of one run says little about which assigns better. So both also go on from where k-means-constrained
+ended, both run from several seedings until no label changes, and a whole fit, restarts included,
+stands beside the peer's few assignments.
 """
 
 from __future__ import annotations
@@ -26,6 +31,10 @@ GROWTH_ITERATIONS = 3
 SIZES = [10_000, 20_000, 40_000, 75_000]
 SMALL_SIZES = [600, 1_200]
 SEED_ROWS = 8192
+ON = 2  # assignments of each from where the peer ended
+SEEDINGS = 10
+SEEDING_ROWS = 4_000
+MOST_ITERATIONS = 100
 BLOCK = 4096
 
 
@@ -51,6 +60,11 @@ def measure(options: Namespace) -> dict[str, Any]:
     ]
     return {
         "iterations": cases,
+        "seedings": [
+            _seedings(name, path, min(sizes[0], SEEDING_ROWS), *CASES[-1])
+            for name, path in named.items()
+            if peers and not options.small
+        ],
         "passes": [_passes(mixture, k) for k in PASS_K],
         "assignments": [
             _assignment(mixture, n, k, options, peers=peers)
@@ -92,7 +106,10 @@ def _iterations(
                 f"{last['per_iteration']:.3f} s an assignment, {last['n_iter']} assignments"
             )
             if turn == 0:
-                last["inertia"] = inertia(path, np.load(job["labels"]), k)
+                labels = np.load(job["labels"])
+                last["inertia"] = inertia(path, labels, k)
+                if kind == "kmc":
+                    last["gap_from_its_end"] = _gap_from(path, labels, job)
     times = {arm: [r["per_iteration"] for r in runs] for arm, runs in found.items()}
     return {
         "data": name,
@@ -101,6 +118,14 @@ def _iterations(
         "k": k,
         "alpha": alpha,
         "arms": {arm: _summary(runs) for arm, runs in found.items()},
+        "fit": measuring.run_child(
+            "clustering_arms", {"arm": "fit", **job, "k": k, "alpha": alpha}
+        ),
+        **{
+            name: gap
+            for name, gap in found.get("k-means-constrained", [{}])[0].items()
+            if name == "gap_from_its_end"
+        },
         "times_faster": {
             arm: measuring.ratios(
                 times[arm], times["ours" if arm == "k-means-constrained" else "ours, no capacity"]
@@ -122,8 +147,43 @@ def _summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _gap(path: Path, job: dict[str, Any]) -> float:
+    """Return our inertia over that of k-means-constrained, less 1, from the job's centres."""
+    found = []
+    for kind in ("ours", "kmc"):
+        _run(kind, job)
+        found.append(inertia(path, np.load(job["labels"]), len(np.load(job["centers"]))))
+    return found[0] / found[1] - 1
+
+
+def _gap_from(path: Path, labels: np.ndarray, job: dict[str, Any]) -> float:
+    """Return the gap after both went on from the means of the peer's last labels."""
+    centers = path.with_name("ended.npy")
+    k = len(np.load(job["centers"]))
+    np.save(centers, means(path, labels, k)[0].astype(np.float32))
+    return _gap(path, {**job, "centers": str(centers), "iterations": ON})
+
+
+def _seedings(name: str, path: Path, rows: int, k: int, alpha: float) -> dict[str, Any]:
+    """Return the gaps of several seedings, each run until no label changes."""
+    gaps = []
+    for seed in range(SEEDINGS):
+        gaps.append(_gap(path, _job(path, rows, k, alpha, MOST_ITERATIONS, seed=seed)))
+        measuring.tell(
+            f"clustering: {name} K={k} seeding {seed}: inertia {gaps[-1]:+.1e} of theirs"
+        )
+    return {"data": name, "n": rows, "k": k, "alpha": alpha, "gap": measuring.spread(gaps)}
+
+
 def inertia(path: Path, labels: np.ndarray, k: int) -> float:
     """Return the sum of squared distances to the means of `labels`, computed in float64."""
+    centers, total = means(path, labels, k)
+    counts = np.bincount(labels, minlength=k)
+    return total - float(((centers**2).sum(axis=1) * counts).sum())
+
+
+def means(path: Path, labels: np.ndarray, k: int) -> tuple[np.ndarray, float]:
+    """Return the means (K, H) of `labels` and the sum of all squares, computed in float64."""
     x = np.load(path, mmap_mode="r")[: len(labels)]
     sums, total = np.zeros((k, x.shape[1])), 0.0
     for low in range(0, len(x), BLOCK):
@@ -131,8 +191,7 @@ def inertia(path: Path, labels: np.ndarray, k: int) -> float:
         total += float((block**2).sum())
         for cluster in range(k):
             sums[cluster] += block[labels[low : low + BLOCK] == cluster].sum(axis=0)
-    counts = np.maximum(np.bincount(labels, minlength=k), 1)
-    return total - float(((sums**2).sum(axis=1) / counts).sum())
+    return sums / np.maximum(np.bincount(labels, minlength=k), 1)[:, None], total
 
 
 def _passes(path: Path, k: int) -> dict[str, Any]:
@@ -197,14 +256,16 @@ def _growth(path: Path, rows: int, options: Namespace, *, peers: bool) -> dict[s
     return result
 
 
-def _job(path: Path, rows: int, k: int, alpha: float, iterations: int) -> dict[str, Any]:
-    """Return what all arms share; the centres are seeded once for each table, N and K."""
-    centers = path.with_name(f"centers-{path.stem}-{rows}-{k}.npy")
+def _job(
+    path: Path, rows: int, k: int, alpha: float, iterations: int, *, seed: int = 0
+) -> dict[str, Any]:
+    """Return what all arms share; the centres are seeded once for each table, N, K and seed."""
+    centers = path.with_name(f"centers-{path.stem}-{rows}-{k}-{seed}.npy")
     if not centers.is_file():
         x = np.load(path, mmap_mode="r")
         step = max(1, rows // SEED_ROWS)
         with Table(np.array(x[:rows:step])) as table:
-            found = seed_centers(table, k=k, rng=np.random.default_rng([0, k]))
+            found = seed_centers(table, k=k, rng=np.random.default_rng([seed, k]))
         np.save(centers, found.astype(np.float32))
     return {
         "array": str(path),

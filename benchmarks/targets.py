@@ -62,9 +62,23 @@ def _clustering_targets(result: Result) -> Iterator[tuple[str, str, str, bool]]:
             cell(faster),
             faster["median"] >= 20,
         )
-        ours, theirs = (c["arms"][arm]["inertia"] for arm in ("ours", "k-means-constrained"))
-        gap = ours / theirs - 1
-        yield (f"cluster, {case}: its inertia over theirs, less 1", "0", f"{gap:+.1e}", gap <= 1e-6)
+        gap = c["gap_from_its_end"]
+        yield (
+            f"cluster, {case}: inertia over that of k-means-constrained, less 1, both going on "
+            "from where it ended",
+            "at most 0",
+            f"{gap:+.1e}",
+            gap <= 1e-9,
+        )
+        fit, theirs = c["fit"], c["arms"]["k-means-constrained"]
+        gap = fit["inertia"] / theirs["inertia"] - 1
+        yield (
+            f"cluster, {case}: a whole fit's inertia over theirs, less 1, and its share of their "
+            "time",
+            "at most 0, below 1",
+            f"{gap:+.1e}, {(share := fit['seconds'] / theirs['seconds']['median']):.2f}",
+            gap <= 1e-9 and share < 1,
+        )
     for p in result["passes"]:
         if p["k"] == 4:
             got = p["distances_over_read"]
