@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster_sft import embedding, inference, models, token_batches
@@ -223,6 +223,7 @@ def test_embed_row_with_fewer_labels_than_tokens_is_an_error(
         embed(tiny_model_dir, tmp_path, tmp_path / "x")
 
 
+@settings(deadline=None)  # a busy machine stops any example for a while
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=60),
     st.integers(1, 2000),
