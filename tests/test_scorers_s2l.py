@@ -243,7 +243,7 @@ def test_trajectories_killed_resume_by_snapshot_and_batch_with_the_same_bits(
         stderr=subprocess.DEVNULL,
     )
     first, second = (scratch / str(step) / "done.npy" for step in (4, 8))
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 200
     while not (second.is_file() and np.load(second, mmap_mode="r").any()):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
