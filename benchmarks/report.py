@@ -59,7 +59,7 @@ def _embedding(result: Result) -> Iterator[str]:
         "on supervised positions. *stage*: tokenised table to array on disk. *naive*: batches of "
         "8 in file order, padded, all logits, log-softmax. Weights are in memory when a clock "
         "starts and when the peak of memory begins to count; loading is a column of its own. These "
-        f"three run in one process with {result['threads']} threads.\n"
+        f"three run in one process (threads: {result['threads']}).\n"
     )
     heads = [
         *("data", "rows", "tokens", "padding", "floor, s", "stage, s", "naive, s"),
@@ -152,7 +152,9 @@ def _clustering(result: Result) -> Iterator[str]:
     yield table(heads, rows, words=4)
     if result["seedings"]:
         yield (
-            "\nIterations that assign differently part ways, and which ends lower is chance: our "
+            "\nNo other assignment is cheaper for the same centres, yet iterations that assign "
+            "differently part ways and may end in either the higher or the lower local optimum: so "
+            "can inertia from equal centres, and that of a whole fit. The signs over seedings: our "
             "inertia over that of k-means-constrained, less 1, both from equal centres until no "
             "label changes (at most 100 assignments).\n"
         )
