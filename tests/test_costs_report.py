@@ -38,7 +38,7 @@ def test_method_pays_for_what_its_rows_batches_and_weights_rest_on(workspace):
         "uniform": ["embed", "cluster", "select"],
         "cluster": ["embed", "cluster", "select"],
         "ifd": ["ifd", "select"],
-        "less": ["less-warmup", "less-gradients", "less-targets", "less", "select"],
+        "less": ["less-warmup", "less-gradients", "less", "select"],
         "s2l": ["s2l-proxy", "s2l-trajectories", "s2l", "select"],
         "k-center": ["embed", "k-center", "select"],
     }

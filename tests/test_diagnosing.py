@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-from cluster_sft import diagnosing, embedding
+from cluster_sft import diagnosing, embedding, validating
 from cluster_sft.artifacts import CLUSTERS, SUBSET, read_json, read_table, write_json, write_table
 from cluster_sft.diagnostics import (
     balance,
@@ -29,7 +29,7 @@ from cluster_sft.diagnostics import (
 )
 from cluster_sft.diagnostics.moments import group_moments
 from cluster_sft.errors import UserError
-from cluster_sft.params import DiagnoseParams, EmbedParams, Launch
+from cluster_sft.params import DiagnoseParams, EmbedParams, Launch, ValidateParams
 from cluster_sft.report import drawing
 from cluster_sft.report.html import inline
 from cluster_sft.token_batches import TokenStore
@@ -419,23 +419,31 @@ def leaves(tiny_model_dir, tiny_dataset, tmp_path_factory) -> dict[str, Path]:
     return both | {"subset": select, "full": full}
 
 
-def diagnose(leaves, model, out: Path, *, subset="subset", **changes) -> dict:
+def validate(leaves, model, out: Path, **changes) -> Path:
     out.mkdir()
-    params = {
-        "sample": 12,
-        "permutations": 99,
-        "gradients": "head",
-        "map": "pca",
-        "examples": 2,
-        "terms": 4,
-        "seed": 0,
-        "model": str(model),
-        "dtype": "fp32",
-    }
+    settings = {"sample": 12, "permutations": 99, "model": str(model), "dtype": "fp32"}
+    validating.run(
+        ValidateParams(**(settings | changes)),
+        **{k: leaves[k] for k in ("dataset", "embeddings", "clusters")},
+        out=out,
+        scratch=out,
+        launch=Launch(threads=1),
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def validity_leaf(leaves, tiny_model_dir, tmp_path_factory) -> Path:
+    return validate(leaves, tiny_model_dir, tmp_path_factory.mktemp("validity") / "out")
+
+
+def diagnose(leaves, validity: Path, out: Path, *, subset="subset") -> dict:
+    out.mkdir()
     diagnosing.run(
-        DiagnoseParams(**(params | changes)),
+        DiagnoseParams(examples=2, terms=4),
         **{k: leaves[k] for k in ("dataset", "embeddings", "clusters")},
         subset=leaves[subset],
+        validity=validity,
         out=out,
         scratch=out,
         launch=Launch(threads=1),
@@ -444,9 +452,9 @@ def diagnose(leaves, model, out: Path, *, subset="subset", **changes) -> dict:
 
 
 @pytest.fixture(scope="module")
-def diagnosed(leaves, tiny_model_dir, tmp_path_factory) -> Path:
+def diagnosed(leaves, validity_leaf, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("diagnosed") / "out"
-    diagnose(leaves, tiny_model_dir, out)
+    diagnose(leaves, validity_leaf, out)
     return out
 
 
@@ -455,12 +463,15 @@ def test_stage_writes_numbers_tables_and_figures(diagnosed):
     drawn = ("map", "composition", "centroids", "validity", "diversity")
     assert names == {
         *("metrics.json", "summary.json", "terms.csv", "examples.csv"),
-        *("map.parquet", "permutations.npy"),
+        "map.parquet",
         *(f"figures/{name}.svg" for name in drawn),
     }
-    cost = read_json(diagnosed / "summary.json")["cost"]
-    assert cost["forward_passes"] == 12
-    assert cost["backward_passes"] == 0
+
+
+def test_validity_states_the_passes_of_its_gradients(validity_leaf):
+    cost = read_json(validity_leaf / "summary.json")["cost"]
+    assert (cost["forward_passes"], cost["backward_passes"]) == (12, 0)
+    assert np.load(validity_leaf / "permutations.npy").shape == (99,)
 
 
 def test_figures_hold_only_the_palette_so_that_the_page_can_turn_dark(diagnosed):
@@ -494,7 +505,7 @@ def test_stage_measures_every_cluster(diagnosed):
 
 
 def test_stage_gives_the_same_bytes_again(diagnosed, leaves, tiny_model_dir, tmp_path):
-    diagnose(leaves, tiny_model_dir, tmp_path / "again")
+    diagnose(leaves, validate(leaves, tiny_model_dir, tmp_path / "validity"), tmp_path / "again")
     for path in diagnosed.rglob("*"):
         if path.is_file() and path.name != "summary.json":
             again = tmp_path / "again" / path.relative_to(diagnosed)
@@ -502,25 +513,24 @@ def test_stage_gives_the_same_bytes_again(diagnosed, leaves, tiny_model_dir, tmp
 
 
 def test_stage_takes_clusters_of_the_cluster_leaf_where_the_strategy_ignored_them(
-    leaves, tiny_model_dir, tmp_path
+    leaves, validity_leaf, tmp_path
 ):
-    found = diagnose(leaves, tiny_model_dir, tmp_path / "full", subset="full")
+    found = diagnose(leaves, validity_leaf, tmp_path / "full", subset="full")
     assert [c["rows"] for c in found["clusters"]] == [20, 10, 10]
     assert found["preservation"]["lowest_e"] == pytest.approx(1)
 
 
-def test_stage_takes_gradients_by_all_parameters(leaves, tiny_model_dir, tmp_path):
-    found = diagnose(leaves, tiny_model_dir, tmp_path / "all", gradients="all")
-    assert found["validity"]["exact"] is False
-    cost = read_json(tmp_path / "all" / "summary.json")["cost"]
-    assert cost["backward_passes"] == 12
+def test_validity_takes_gradients_by_all_parameters(leaves, tiny_model_dir, tmp_path):
+    leaf = validate(leaves, tiny_model_dir, tmp_path / "all", gradients="all")
+    assert read_json(leaf / "metrics.json")["exact"] is False
+    assert read_json(leaf / "summary.json")["cost"]["backward_passes"] == 12
 
 
-def test_stage_refuses_clusters_of_other_rows(leaves, tiny_model_dir, tmp_path):
+def test_stage_refuses_clusters_of_other_rows(leaves, validity_leaf, tmp_path):
     frame = read_table(leaves["clusters"], "clusters.parquet")
     write_table(tmp_path, "clusters.parquet", frame[1:])
     with pytest.raises(UserError, match="has no cluster"):
-        diagnose({**leaves, "clusters": tmp_path}, tiny_model_dir, tmp_path / "out")
+        diagnose({**leaves, "clusters": tmp_path}, validity_leaf, tmp_path / "out")
 
 
 def test_premises_that_hold_are_silent_and_each_that_fails_has_its_line():

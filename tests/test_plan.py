@@ -12,7 +12,7 @@ from cluster_sft import plan, strategies
 from cluster_sft.errors import UserError
 from cluster_sft.params import Launch
 from cluster_sft.params_files import load
-from cluster_sft.stages import AXES, STAGES, get, replace
+from cluster_sft.stages import AXES, SCORING, STAGES, get, replace, step_of
 
 ROOT = Path(__file__).parents[1]
 READS = {  # what must be made again when another result has changed
@@ -20,18 +20,17 @@ READS = {  # what must be made again when another result has changed
     "embed": ["prepare"],
     "cluster": ["embed"],
     "score/ifd": ["prepare"],
-    "score/less-warmup": ["prepare"],
-    "score/less-gradients": ["prepare", "score/less-warmup"],
-    "score/less-targets": ["prepare", "score/less-warmup"],
-    "score/less": ["score/less-gradients", "score/less-targets"],
-    "score/s2l-proxy": ["prepare"],
-    "score/s2l-trajectories": ["prepare", "score/s2l-proxy"],
-    "score/s2l": ["prepare", "score/s2l-trajectories"],
+    "scorer/less": ["prepare"],
+    "features/less": ["prepare", "scorer/less"],
+    "score/less": ["prepare", "scorer/less", "features/less"],
+    "scorer/s2l": ["prepare"],
+    "features/s2l": ["prepare", "scorer/s2l"],
+    "score/s2l": ["prepare", "features/s2l"],
     "score/k-center": ["embed"],
-    "score/cluster": [],
     "select": ["prepare", "cluster", "score/ifd", "score/less", "score/s2l", "score/k-center"],
     "train": ["prepare", "select"],
-    "diagnose": ["prepare", "embed", "cluster", "select"],
+    "validate": ["prepare", "embed", "cluster"],
+    "diagnose": ["prepare", "embed", "cluster", "select", "validate"],
     "evaluate": ["prepare", "train"],
     "report": ["evaluate", "diagnose"],
 }
@@ -114,28 +113,42 @@ OTHER = {  # a value that differs from params.yaml, for every key that is identi
     "diagnose.seed": 1,
     "name": "other",
 }
-MODEL_READERS = [s for s in READS if s == "embed" or s.startswith(("score/ifd", "score/less-"))]
+EMPTY = [
+    f"{stage}/{name}"
+    for stage in SCORING
+    for name in ["random", "uniform", *STRATEGIES]
+    if not step_of(stage, name)
+]
 FIRST = {  # the first results that a key reaches, where they are not those of its section
-    "model.name": ["prepare", "score/cluster"],
-    "model.dtype": [*MODEL_READERS, "score/s2l-proxy", "evaluate", "diagnose"],
+    "model.name": ["prepare"],
+    "model.dtype": ["embed", "score/ifd", "scorer/less", "scorer/s2l", "evaluate", "validate"],
     "model.template": ["prepare"],
     "model.max_length": ["prepare"],
     "score.ifd.formula": ["score/ifd"],
-    "score.less.gradient": ["score/less-gradients"],
-    "score.less.projection_dim": ["score/less-gradients", "score/less-targets"],
-    "score.less.targets": ["score/less-targets"],
+    "score.less.gradient": ["features/less"],
+    "score.less.projection_dim": ["features/less", "score/less"],
+    "score.less.targets": ["score/less"],
     "score.s2l.clusters": ["score/s2l"],
+    **{f"diagnose.{key}": ["diagnose"] for key in ("map", "examples", "terms")},
+    "diagnose.seed": ["validate", "diagnose"],
     "evaluate.suites": ["report"],
     "train.workers": ["cluster"],
-    "name": ["prepare", "score/cluster"],
+    "name": ["prepare", *EMPTY],
 }
-SECTION = {"data": "prepare", "score.less": "score/less-warmup", "score.s2l": "score/s2l-proxy"}
+SECTION = {
+    "diagnose": "validate",
+    "data": "prepare",
+    "score.less": "scorer/less",
+    "score.s2l": "scorer/s2l",
+}
 
 
 def reached(key):
     """Return the results that a key must reach, from the table above alone."""
     section = key.rpartition(".")[0]
     found = set(FIRST.get(key) or [SECTION.get(section, section)])
+    if key == "select.strategies":
+        found |= {e for e in EMPTY if e.endswith("/uniform")}  # it is new
     for stage, reads in READS.items():  # in order, so that once is enough
         if found & set(reads):
             found.add(stage)
@@ -162,11 +175,11 @@ def many(raw):
 
 
 def stamps(raw):
-    """Return the stamps of everything that a run makes, by stage, or step of score."""
+    """Return the stamps of everything that a run makes, by stage; in scoring also by method."""
     found = collections.defaultdict(set)
     for stamp, node in plan.ancestry(plan.target(raw)).items():
-        step = f"/{Path(node.leaf).name}" if node.stage == "score" else ""
-        found[node.stage + step].add(stamp)
+        method = f"/{Path(node.leaf).name}" if node.stage in SCORING else ""
+        found[node.stage + method].add(stamp)
     return found
 
 
@@ -220,7 +233,7 @@ def test_one_byte_of_the_data_replans_everything(raw):
     before = stamps(over)
     Path("other.jsonl").write_text("[]")
     after = stamps(over)
-    assert changed(before, after) == set(after) - {"score/cluster", "score/random"}
+    assert changed(before, after) == set(after) - set(EMPTY)
 
 
 def test_source_at_another_path_with_the_same_bytes_replans_nothing(raw):
@@ -303,8 +316,9 @@ def test_sweep_shares_every_common_upstream_result(raw):
         "prepare": 1,
         "embed": 1,
         "cluster": 1,
-        "score/cluster": 1,
-        "score/random": 1,
+        **{f"{stage}/{name}": 1 for stage in SCORING for name in ("cluster", "random")},
+        "validate": 1,
+        "diagnose": 4,
         "select": 4,
         "train": 12,
         "evaluate": 3 * 13,
@@ -392,7 +406,7 @@ def test_packaged_model_counts_by_its_version(raw, monkeypatch):
     for version in ("1.0", "1.1"):
         monkeypatch.setattr(metadata, "version", lambda name, v=version: v)
         found.append(stamps(raw))
-    assert changed(*found) == set(found[1]) - {"score/cluster", "score/random"}
+    assert changed(*found) == set(found[1]) - set(EMPTY)
 
 
 def test_axes_are_keys_of_params_yaml(raw):
@@ -400,28 +414,32 @@ def test_axes_are_keys_of_params_yaml(raw):
     assert {k for s in STAGES.values() for k in s.keys.values()} >= set(AXES)
 
 
-def test_configurations_put_points_of_several_files_into_one_report(raw):
+def test_configurations_put_points_of_several_files_into_one_report():
     for name in ("small", "large"):
         text = Path("params.yaml").read_text().replace("name: demo", f"name: {name}", 1)
         Path(f"{name}.yaml").write_text(text.replace("max_length: 192", f"max_length: {len(name)}"))
-    study = {"study": "s", "sweep": {"train.seed": [0, 1]}}
-    over = {**raw, **study, "configurations": ["small.yaml", "large.yaml"]}
+    Path("over.yaml").write_text(
+        "study: s\nsweep: {train.seed: [0, 1]}\nselect: {ranking: core}\n"
+        "configurations: [small.yaml, large.yaml]\n"
+    )
+    over = load([Path("params.yaml"), Path("over.yaml")])
     nodes = plan.ancestry(plan.target(over)).values()
     assert {n.leaf.split("/")[1] for n in nodes} == {"demo", "small", "large"}
     assert [n.leaf for n in nodes if "/demo/" in n.leaf] == ["results/demo/studies/s"]
     assert {(p["configuration"], p["seed"]) for p in plan.target(over).params.points} == {
         (name, seed) for name in ("small", "large") for seed in (0, 1)
     }
+    assert {n.params.ranking for n in nodes if n.stage == "select"} == {"core"}  # the overlay's
     for node in nodes:
         assert plan.at(node.leaf, over).key == node.key
 
 
 def test_configurations_of_one_name_are_refused(raw):
-    over = {**raw, "study": "s", "configurations": ["params.yaml", "./params.yaml"]}
+    over = {**raw, "study": "s", "configurations": [raw, raw]}
     with pytest.raises(UserError, match="two files have the name 'demo'"):
         plan.target(over)
 
 
 def test_configurations_without_study_ask_for_its_name(raw):
     with pytest.raises(UserError, match="configurations: needs a name"):
-        plan.target({**raw, "configurations": ["params.yaml"]})
+        plan.target({**raw, "configurations": [raw]})

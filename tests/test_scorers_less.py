@@ -19,17 +19,16 @@ from cluster_sft.models import load_model
 from cluster_sft.params import (
     Launch,
     LessGradientsParams,
-    LessTargetsParams,
+    LessParams,
     LessWarmupParams,
-    Section,
 )
 from cluster_sft.scorers import (
     _gradient_features,
     less,
     less_gradients,
-    less_targets,
     less_warmup,
 )
+from cluster_sft.scorers._less_targets import write_targets
 from cluster_sft.scorers._projection import project, signs
 from cluster_sft.scorers._row_gradients import RowGradients
 from cluster_sft.token_batches import build_batch, open_tokens, pack_tokens
@@ -91,18 +90,29 @@ def gradients(tiny_model_dir, tiny_dataset, warmup, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def targets(tiny_model_dir, tiny_dataset, warmup, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("targets")
-    path = folder / "targets.jsonl"
+def examples(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("examples") / "targets.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in RAW))
-    params = target_params(tiny_model_dir, path)
-    return run(less_targets, params, folder / "out", dataset=tiny_dataset, warmup=warmup)
+    return path
 
 
-def target_params(model, path) -> LessTargetsParams:
-    return LessTargetsParams(
-        targets=str(path), projection_dim=K, seed=5, model=str(model), dtype="fp32"
-    )
+@pytest.fixture(scope="module")
+def scored(tiny_model_dir, tiny_dataset, warmup, gradients, examples, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("scored") / "out"
+    leaves = {"dataset": tiny_dataset, "warmup": warmup, "gradients": gradients}
+    return run(less, score_params(tiny_model_dir, examples), out, **leaves)
+
+
+def take_targets(params, out, *, dataset, warmup) -> Path:
+    out.mkdir()
+    scratch = out.parent / f"{out.name}-scratch"
+    launch = Launch(threads=1, micro_batch=3)
+    write_targets(params, dataset, warmup=warmup, out=out, scratch=scratch, launch=launch)
+    return out
+
+
+def score_params(model, path) -> LessParams:
+    return LessParams(targets=str(path), projection_dim=K, seed=5, model=str(model), dtype="fp32")
 
 
 @pytest.fixture(scope="module")
@@ -288,14 +298,13 @@ def test_warmup_of_a_single_step_is_refused(tiny_model_dir, tiny_dataset, tmp_pa
         run(less_warmup, params, tmp_path / "out", dataset=tiny_dataset)
 
 
-def test_less_scores_equal_a_naive_loop_over_targets(gradients, targets, tmp_path):
-    leaf = run(less, Section(), tmp_path / "out", gradients=gradients, targets=targets)
+def test_less_scores_equal_a_naive_loop_over_targets(gradients, scored):
     weights = read_json(gradients / "summary.json")["weights"]
     ours, theirs = (
         [np.load(x / f"features-{i}.npy").astype(np.float64) for i in (1, 2)]
-        for x in (gradients, targets)
+        for x in (gradients, scored / "targets")
     )
-    subtasks = read_table(targets, "gradients.parquet")["subtask"].to_list()
+    subtasks = read_table(scored / "targets", "gradients.parquet")["subtask"].to_list()
     assert subtasks == ["count", "count", "facts"]
     expected = []
     for row in range(40):
@@ -306,10 +315,10 @@ def test_less_scores_equal_a_naive_loop_over_targets(gradients, targets, tmp_pat
             )
             means[name].append(influence)
         expected.append(max(np.mean(values) for values in means.values()))
-    scores = read_scores(leaf)
+    scores = read_scores(scored)
     assert scores["id"].to_list() == [f"{i:04d}" for i in range(40)]
     assert scores["score"].to_list() == pytest.approx(expected)
-    summary = read_json(leaf / "summary.json")
+    summary = read_json(scored / "summary.json")
     assert summary["scored"] == 40 and sum(summary["subtasks"].values()) == 40
 
 
@@ -321,27 +330,23 @@ def test_less_prefers_the_target_itself_to_all_other_rows(
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"messages": row["messages"]}))
     params = gradient_params(tiny_model_dir, gradient="sgd")
-    ours = run(less_gradients, params, tmp_path / "ours", dataset=tiny_dataset, warmup=warmup)
-    theirs = run(
-        less_targets,
-        target_params(tiny_model_dir, path),
-        tmp_path / "theirs",
-        dataset=tiny_dataset,
-        warmup=warmup,
-    )
-    leaf = run(less, Section(), tmp_path / "out", gradients=ours, targets=theirs)
+    leaves = {"dataset": tiny_dataset, "warmup": warmup}
+    ours = run(less_gradients, params, tmp_path / "ours", **leaves)
+    params = score_params(tiny_model_dir, path)
+    leaf = run(less, params, tmp_path / "out", gradients=ours, **leaves)
     scores = read_scores(leaf)["score"].to_numpy()
     assert scores.argmax() == 33
     assert scores[33] == pytest.approx(1, abs=1e-3)
 
 
-def test_less_leaves_of_different_projections_are_refused(
-    targets, tiny_model_dir, tiny_dataset, warmup, tmp_path
+def test_less_gradients_of_another_projection_are_refused(
+    examples, tiny_model_dir, tiny_dataset, warmup, tmp_path
 ):
-    params = gradient_params(tiny_model_dir, seed=6)
-    other = run(less_gradients, params, tmp_path / "other", dataset=tiny_dataset, warmup=warmup)
+    leaves = {"dataset": tiny_dataset, "warmup": warmup}
+    other = run(less_gradients, gradient_params(tiny_model_dir, seed=6), tmp_path / "x", **leaves)
+    params = score_params(tiny_model_dir, examples)
     with pytest.raises(UserError, match="differ in projection_seed"):
-        run(less, Section(), tmp_path / "out", gradients=other, targets=targets)
+        run(less, params, tmp_path / "out", gradients=other, **leaves)
 
 
 def test_targets_of_the_heldout_split_are_its_rows(tiny_model_dir, tiny_dataset, warmup, tmp_path):
@@ -349,8 +354,8 @@ def test_targets_of_the_heldout_split_are_its_rows(tiny_model_dir, tiny_dataset,
     leaf.mkdir()
     held = read_table(tiny_dataset, "dataset.parquet").head(4)
     write_table(leaf, "heldout.parquet", held)
-    params = target_params(tiny_model_dir, Path(__file__).parents[1] / "data/heldout.yaml")
-    out = run(less_targets, params, tmp_path / "out", dataset=leaf, warmup=warmup)
+    params = score_params(tiny_model_dir, Path(__file__).parents[1] / "data/heldout.yaml")
+    out = take_targets(params, tmp_path / "out", dataset=leaf, warmup=warmup)
     rows = read_table(out, "gradients.parquet")
     assert rows["id"].to_list() == held["id"].to_list()
     assert rows["subtask"].to_list() == rows["reason"].to_list() == [None] * 4
@@ -361,13 +366,13 @@ def test_targets_of_an_empty_heldout_split_are_refused(
 ):
     write_table(tmp_path, "heldout.parquet", read_table(tiny_dataset, "dataset.parquet").head(0))
     (tmp_path / "held.yaml").write_text("split: heldout\n")
-    params = target_params(tiny_model_dir, tmp_path / "held.yaml")
+    params = score_params(tiny_model_dir, tmp_path / "held.yaml")
     with pytest.raises(UserError, match=r"there are none; set data.holdout above 0"):
-        run(less_targets, params, tmp_path / "out", dataset=tmp_path, warmup=warmup)
+        take_targets(params, tmp_path / "out", dataset=tmp_path, warmup=warmup)
 
 
 def test_rows_without_a_finite_gradient_are_excluded_with_a_reason(
-    targets, tiny_model_dir, tiny_dataset, warmup, tmp_path, monkeypatch
+    examples, tiny_model_dir, tiny_dataset, warmup, tmp_path, monkeypatch
 ):
     rows = read_table(tiny_dataset, "dataset.parquet").head(5)
     labels = rows["labels"].to_list()
@@ -382,10 +387,12 @@ def test_rows_without_a_finite_gradient_are_excluded_with_a_reason(
         out[torch.from_numpy(batch.rows == 3)] = torch.inf
 
     monkeypatch.setattr(RowGradients, "__call__", overflow)
-    params = gradient_params(tiny_model_dir)
-    ours = run(less_gradients, params, tmp_path / "ours", dataset=leaf, warmup=warmup)
+    leaves = {"dataset": leaf, "warmup": warmup}
+    ours = run(less_gradients, gradient_params(tiny_model_dir), tmp_path / "ours", **leaves)
+    monkeypatch.undo()
     assert read_json(ours / "summary.json")["excluded"] == {"non_finite": 1, "zero_gradient": 1}
-    out = run(less, Section(), tmp_path / "out", gradients=ours, targets=targets)
+    params = score_params(tiny_model_dir, examples)
+    out = run(less, params, tmp_path / "out", gradients=ours, **leaves)
     scores = read_scores(out)
     assert scores["reason"].to_list() == [None, "zero_gradient", None, "non_finite", None]
     assert scores["score"].is_null().to_list() == [False, True, False, True, False]
@@ -435,8 +442,8 @@ def test_gradient_features_interrupted_go_on_and_end_with_the_same_bits(
         assert (again / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_steps_of_less_state_their_cost(warmup, gradients, targets):
-    costs = [read_json(leaf / "summary.json")["cost"] for leaf in (warmup, gradients, targets)]
+def test_steps_of_less_state_their_cost(warmup, gradients, scored):
+    costs = [read_json(leaf / "summary.json")["cost"] for leaf in (warmup, gradients, scored)]
     assert [c["forward_passes"] for c in costs] == [c["backward_passes"] for c in costs]
     assert [c["backward_passes"] for c in costs] == [24, 80, 6]
     assert all(c["seconds"] > 0 and c["bytes_stored"] > 0 and c["tokens"] > 0 for c in costs)

@@ -1,7 +1,7 @@
-"""Write dvc.yaml and workflow/dvc.yaml from the table of stages: `python workflow/dvc_yaml.py`.
+"""Write dvc.yaml from the table of stages: `python workflow/dvc_yaml.py`.
 
 A stage lists every code file that it imports, so that DVC sees an edit of any of them; no hand
-keeps such lists true. tests/test_engines.py holds the files equal to what this writes.
+keeps such lists true. tests/test_engines.py holds the file equal to what this writes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,21 @@ from pathlib import Path
 
 from cluster_sft import strategies, suites
 from cluster_sft.digests import PACKAGE, closure
-from cluster_sft.stages import BASE, CHAIN, SCORES, STAGES, spec_of
+from cluster_sft.stages import (
+    BASE,
+    CHAIN,
+    NO_STEP,
+    PER_STRATEGY,
+    SCORING,
+    STAGE_OF,
+    STAGES,
+    STEPS,
+    Stage,
+)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "results/${name}"
+ORDER = ["prepare", "embed", "cluster", *SCORING, *list(STAGES)[3:]]
 HEADER = """\
 # Written by `python workflow/dvc_yaml.py` from src/cluster_sft/stages.py: edit there.
 """
@@ -23,10 +34,6 @@ PIPELINE = """\
 # The same DAG as the Snakefile, for tracking, sharing and serial runs: `dvc repro`, `dvc push`,
 # `dvc pull`. Each stage has one output, its leaf; `persist`, since `cluster-sft run` itself swaps
 # results in and keeps what was there.
-"""
-SCORING = """\
-# The steps of stage score. In a file of their own, so that `dvc repro` at the root runs only those
-# that a strategy of params.yaml needs; a strategy without scores has an empty leaf.
 """
 OUTPUTS = """\
 metrics:
@@ -44,15 +51,13 @@ plots:
 """
 
 
-def leaf(stage: str, step: str = "") -> str:
+def leaf(stage: str) -> str:
     """Return a stage's leaf with DVC's templates for its axes."""
-    if stage == "score":
-        return f"{RESULTS}/score/{step or '${item.strategy}'}"
+    if stage in SCORING:
+        return f"{RESULTS}/{stage}/${{item.strategy}}"
     slugs = [STAGES[s].slug for s in CHAIN[stage]]
-    slugs = [
-        s.replace("{strategy}", "{item.strategy}").replace("{suite}", "{item.suite}") for s in slugs
-    ]
-    return "/".join([RESULTS, stage, *(re.sub(r"\{", "${", s) for s in slugs)])
+    slugs = [re.sub(r"\{(strategy|suite)\}", r"{item.\1}", s) for s in slugs]
+    return "/".join([RESULTS, stage, *(s.replace("{", "${") for s in slugs)])
 
 
 def code(*modules: str) -> list[str]:
@@ -64,16 +69,24 @@ def code(*modules: str) -> list[str]:
     return files
 
 
-def keys(stage: str, step: str = "") -> list[str]:
-    """Return the keys of params.yaml that a stage reads, those in its path included."""
-    spec = spec_of(stage, step)
-    named = {p: k for p, k in spec.keys.items() if k != "strategy" and p not in spec.files}
-    found = set(named.values())
+def keys(stage: str) -> list[str]:
+    """Return the keys of params.yaml that a stage reads, whatever the strategy."""
+    found = {
+        key
+        for spec in specs(stage)
+        for name, key in spec.keys.items()
+        if key != "strategy" and name not in spec.files
+    }
     if stage == "cluster":
         found.add("train.workers")  # K, where k is auto
-    if "score.s2l.model" in found:
-        found.add("model.name")  # the proxy, where it is auto
     return sorted(found)
+
+
+def specs(stage: str) -> list[Stage]:
+    """Return a stage's entry of the table, or those of all steps that strategies take there."""
+    if stage not in SCORING:
+        return [STAGES[stage]]
+    return [NO_STEP, *(STEPS[step] for step, at in STAGE_OF.items() if at == stage)]
 
 
 def entry(
@@ -83,12 +96,9 @@ def entry(
     params: list[str],
     *,
     matrix: dict[str, str] | None = None,
-    wdir: str = "",
 ) -> str:
     """Return one stage as YAML."""
     lines = [f"  {name}:"]
-    if wdir:
-        lines.append(f"    wdir: {wdir}")
     if matrix:
         inner = ", ".join(f"{k}: '${{{v}}}'" for k, v in matrix.items())
         lines.append(f"    matrix: {{{inner}}}")
@@ -103,19 +113,19 @@ def entry(
 def pipeline() -> str:
     """Return dvc.yaml."""
     found = []
-    per_strategy = {"strategy": "select.strategies"}
     suite = "data/suites/${item.suite}"
-    for stage, spec in STAGES.items():
-        reads = [leaf(maker) for maker in spec.reads.values()]
-        modules = [spec.module]
-        matrix = per_strategy if stage in ("select", "train", "diagnose") else None
+    for stage in ORDER:
+        table = specs(stage)
+        roles = SCORING.get(stage) or STAGES[stage].reads
+        reads = [leaf(maker) for maker in roles.values()]
+        modules = [spec.module for spec in table]
+        matrix = {"strategy": "select.strategies"} if stage in PER_STRATEGY else {}
         params = keys(stage)
-        if stage == "prepare":
-            reads = ["${data.source}"]
+        reads += [f"${{{spec.keys[name]}}}" for spec in table for name in spec.files]
         if stage == "select":
             modules += [f"strategies.{s}" for s in strategies.names()]
         if stage == "evaluate":
-            matrix = {**per_strategy, "suite": "evaluate.suites"}
+            matrix["suite"] = "evaluate.suites"
             modules += [f"suites.{k}" for k in suites.kinds()]
             reads.append(suite)
             params = [k for k in params if k != "model.name"]  # the trained model is in its place
@@ -132,24 +142,8 @@ def pipeline() -> str:
     return f"{HEADER}{PIPELINE}vars:\n- params.yaml\n\nstages:\n{stages}\n{OUTPUTS}"
 
 
-def scoring() -> str:
-    """Return workflow/dvc.yaml: every step of score, and the empty leaf of every other strategy."""
-    found = []
-    for step in [*SCORES, *sorted(set(strategies.names()) - set(SCORES))]:
-        spec = spec_of("score", step)
-        reads = [leaf("score", m) if m in SCORES else leaf(m) for m in spec.reads.values()]
-        reads += [f"${{{spec.keys[name]}}}" for name in spec.files]
-        deps = reads + code(spec.module)
-        out = leaf("score", step)
-        found.append(entry(f"score-{step}", out, deps, keys("score", step), wdir=".."))
-    stages = "\n".join(found)
-    return f"{HEADER}{SCORING}vars:\n- ../params.yaml\n\nstages:\n{stages}"
-
-
-FILES = {"dvc.yaml": pipeline, "workflow/dvc.yaml": scoring}
-
+FILE = ROOT / "dvc.yaml"
 
 if __name__ == "__main__":
-    for name, text in FILES.items():
-        (ROOT / name).write_text(text())
-        print(f"wrote {name}", file=sys.stderr)
+    FILE.write_text(pipeline())
+    print(f"wrote {FILE.name}", file=sys.stderr)

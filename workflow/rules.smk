@@ -101,6 +101,38 @@ rule evaluate:
         RUN
 
 
+rule scorer:
+    input:
+        upstream("scorer"),
+    output:
+        "results/{name}/scorer/{slugs}/key-{key}",
+    log:
+        "work/logs/{name}/scorer/{slugs}/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: THREADS
+    params:
+        files=files,
+    shell:
+        RUN
+
+
+rule features:
+    input:
+        upstream("features"),
+    output:
+        "results/{name}/features/{slugs}/key-{key}",
+    log:
+        "work/logs/{name}/features/{slugs}/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: THREADS
+    params:
+        files=files,
+    shell:
+        RUN
+
+
 rule score:
     input:
         upstream("score"),
@@ -108,6 +140,22 @@ rule score:
         "results/{name}/score/{slugs}/key-{key}",
     log:
         "work/logs/{name}/score/{slugs}/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: THREADS
+    params:
+        files=files,
+    shell:
+        RUN
+
+
+rule validate:
+    input:
+        upstream("validate"),
+    output:
+        "results/{name}/validate/{slugs}/key-{key}",
+    log:
+        "work/logs/{name}/validate/{slugs}/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
     threads: THREADS

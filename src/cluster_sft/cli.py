@@ -25,7 +25,7 @@ from cluster_sft.errors import UserError
 from cluster_sft.nodes import Node, local_models, make_node, resolve_training
 from cluster_sft.params import Launch, Section
 from cluster_sft.params_files import describe, load
-from cluster_sft.stages import SCORES, STAGES, spec_of
+from cluster_sft.stages import STAGE_OF, STAGES, STEPS, Stage, step_of
 
 KEYS = (
     "The flags are keys of params.yaml, whose comments explain them. A leaf is a folder that a "
@@ -73,8 +73,8 @@ def parser() -> argparse.ArgumentParser:
     steps = commands.add_parser("score", help=about).add_subparsers(
         required=True, metavar="STEP", parser_class=_Parser
     )
-    for step in SCORES:
-        _add_stage(steps, "score", step)
+    for step in STEPS:
+        _add_stage(steps, STAGE_OF[step], step)
     run = commands.add_parser("run", help="make one leaf of params.yaml hold its result")
     run.add_argument("leaf", help="a path that `cluster-sft ls` lists")
     run.add_argument("--expect", metavar="KEY", help="refuse to work if the key is another")
@@ -117,11 +117,11 @@ def _add_launch(command: argparse.ArgumentParser) -> None:
 
 
 def _add_stage(commands: Any, stage: str, step: str = "") -> None:
-    """Add the command of a stage, or of a step of score."""
-    spec = spec_of(stage, step)
+    """Add the command of a stage, or of a step of scoring."""
+    spec = STEPS.get(step) or STAGES[stage]
     told = spec.about[0].upper() + spec.about[1:] + "."
     command = commands.add_parser(step or stage, help=spec.about, description=told, epilog=KEYS)
-    for role, maker in _leaves(stage, step).items():
+    for role, maker in _leaves(stage, spec).items():
         optional = (stage, role) == ("select", "scores")
         command.add_argument(
             _flag(role),
@@ -148,13 +148,12 @@ def _add_stage(commands: Any, stage: str, step: str = "") -> None:
         )
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="leaf to write")
     _add_launch(command)
-    command.set_defaults(handler=_stage, stage=stage, step=step)
+    command.set_defaults(handler=_stage, stage=stage, spec=spec)
 
 
-def _leaves(stage: str, step: str) -> dict[str, str]:
-    """Return the flags that name a leaf, and the stage or step that made each."""
-    reads = spec_of(stage, step).reads
-    return {role: m for role, m in reads.items() if (stage, role) != ("evaluate", "model")}
+def _leaves(stage: str, spec: Stage) -> dict[str, str]:
+    """Return the flags that name a leaf, and the stage that made each."""
+    return {role: m for role, m in spec.reads.items() if (stage, role) != ("evaluate", "model")}
 
 
 def _metavar(name: str, annotation: Any) -> str:
@@ -212,14 +211,14 @@ def _make(node: Node, launch: Launch, *, workspace: bool, fresh: bool = False) -
 
 
 def _stage(arguments: argparse.Namespace) -> None:
-    """Run one stage, or step of score, on its own."""
+    """Run one stage, or step of scoring, on its own."""
     stage: str = arguments.stage
-    spec = spec_of(stage, arguments.step)
+    spec: Stage = arguments.spec
     given = {n: getattr(arguments, n) for n in spec.params.model_fields if hasattr(arguments, n)}
     params = _parse(spec.params, {n: v for n, v in given.items() if v is not None})
     inputs = {
-        role: store.load_node(leaf, "score" if maker in SCORES else maker)
-        for role, maker in _leaves(stage, arguments.step).items()
+        role: store.load_node(leaf, maker)
+        for role, maker in _leaves(stage, spec).items()
         if (leaf := getattr(arguments, role))
     }
     files = {name: Path(getattr(params, name)) for name in spec.files}
@@ -255,7 +254,7 @@ def _selected(inputs: dict[str, Node], strategy: str) -> dict[str, Node]:
         UserError: it needs scores, and none were given.
     """
     idle = {"clusters"} if "cluster" in strategies.get(strategy).ignores else set[str]()
-    if strategy not in SCORES:
+    if not step_of("score", strategy):
         idle.add("scores")
     elif "scores" not in inputs:
         raise UserError(

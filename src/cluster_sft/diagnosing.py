@@ -1,35 +1,27 @@
 """Stage diagnose: do the premises of CluSTER hold for these data, this model and this subset.
 
 Reads dataset, embeddings, clusters and subset, joined by id; clusters are those of the cluster
-leaf, also where the strategy ignored them. Writes metrics.json (every number), summary.json (cost
-and warnings), terms.csv, examples.csv, map.parquet, permutations.npy and figures/*.svg.
+leaf, also where the strategy ignored them. What stage validate found of the clusters is repeated,
+so that a leaf tells everything of its subset. Writes metrics.json (every number), summary.json
+(cost and warnings), terms.csv, examples.csv, map.parquet and figures/*.svg.
 
-Legend: N embedded rows, H hidden size, K clusters, S selected rows, n rows with true gradients.
+Legend: N embedded rows, H hidden size, K clusters, S selected rows.
 """
 
 from __future__ import annotations
 
-import math
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from cluster_sft import costs, models
+from cluster_sft import costs
 from cluster_sft.artifacts import SUMMARY, read_json, write_json
-from cluster_sft.diagnostics import (
-    balance,
-    figures,
-    geometry,
-    gradients,
-    meaning,
-    premises,
-    validity,
-)
-from cluster_sft.diagnostics.inputs import Inputs, read_inputs, read_tokens
-from cluster_sft.errors import UserError
+from cluster_sft.diagnostics import balance, geometry, meaning, premises
+from cluster_sft.diagnostics.inputs import Inputs, read_inputs
+from cluster_sft.diagnostics.numbers import finite
 
 if TYPE_CHECKING:
     from cluster_sft.params import DiagnoseParams, Launch
@@ -44,6 +36,7 @@ def run(
     embeddings: Path,
     clusters: Path,
     subset: Path,
+    validity: Path,
     out: Path,
     scratch: Path,
     launch: Launch,
@@ -51,17 +44,18 @@ def run(
     """Measure what the method assumes, and write numbers, tables and figures.
 
     Args:
-        params: sample, permutations, gradients, map, examples, terms, seed, model, dtype.
+        params: map, examples, terms, seed.
         dataset: leaf of prepare.
         embeddings: leaf of embed.
         clusters: leaf of cluster.
         subset: leaf of select.
+        validity: leaf of validate.
         out: empty folder for the payload.
         scratch: not used.
-        launch: threads, and tokens of a forward pass.
+        launch: not used.
 
     Raises:
-        UserError: leaves that do not fit each other, no such model, or an unknown setting.
+        UserError: leaves that do not fit each other.
     """
     meter = costs.start()
     inputs = read_inputs(dataset, embeddings=embeddings, clusters=clusters, subset=subset)
@@ -71,7 +65,9 @@ def run(
     words = {"terms": params.terms, "examples": params.examples}
     _add(metrics, meaning.measure_meaning(inputs, **words, seed=seed, out=out))
     metrics["map"] = meaning.draw_map(inputs, method=params.map, seed=seed, out=out)
-    metrics["validity"], cost = measure_validity(inputs, params, out=out, launch=launch)
+    metrics["validity"] = read_json(validity / METRICS)
+    for path in (validity / "figures").glob("*.svg"):
+        shutil.copyfile(path, out / "figures" / path.name)
     metrics = finite(metrics)
     write_json(out / METRICS, metrics)
     summary = {name: metrics[name] for name in ("k", "n", "rows")}
@@ -79,18 +75,7 @@ def run(
     summary["warnings"] = premises.warnings(metrics)
     for line in summary["warnings"]:
         print(f"diagnose: {line}", file=sys.stderr)
-    write_json(out / SUMMARY, summary | {"cost": meter.stop(out, **cost)})
-
-
-def finite(value: Any) -> Any:
-    """Return a value fit for JSON: numbers that are not finite become None, NumPy's become ours."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple | np.ndarray):
-        return [finite(inner) for inner in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    write_json(out / SUMMARY, summary | {"cost": meter.stop(out)})
 
 
 def _counts(inputs: Inputs) -> dict[str, Any]:
@@ -145,63 +130,3 @@ def _add(metrics: dict[str, Any], more: dict[str, Any]) -> None:
     for mine, new in zip(known, more.pop("clusters", known), strict=True):
         mine.update(new)
     metrics.update(more)
-
-
-def measure_validity(
-    inputs: Inputs, params: DiagnoseParams, *, out: Path, launch: Launch
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the test on true gradients and what it costs; draw it."""
-    rows = validity.sample_rows(inputs.label_N, inputs.k, size=params.sample, seed=params.seed)
-    gram, tokens = _true_gradients(inputs, rows, params, launch)
-    true = validity.cosines(gram.products)
-    known = np.diag(gram.products) > 0
-    true, label = true[np.ix_(known, known)], inputs.label_N[rows][known]
-    x = inputs.x[rows[known]].astype(np.float64)
-    proxy = validity.cosines(x @ x.T)
-    test, own = (
-        validity.permutation_test(c, label, permutations=params.permutations, seed=params.seed)
-        for c in (true, np.nan_to_num(proxy))
-    )
-    cost = {"forward_passes": len(rows), "backward_passes": gram.backward, "tokens": tokens}
-    within = validity.mean_cosines(true, label, inputs.k)
-    if test is not None:
-        np.save(out / "permutations.npy", test.permuted)
-        figures.write(out, "validity", figures.draw_validity(test, within))
-    return {
-        "gradients": params.gradients,
-        "exact": gram.exact,
-        "rows": len(label),
-        "rows_without_gradient": len(rows) - len(label),
-        "permutations": params.permutations,
-        "statistic": test and test.statistic,
-        "intra": test and test.intra,
-        "inter": test and test.inter,
-        "p_value": test and test.p_value,
-        "proxy_statistic": own and own.statistic,
-        "proxy_correlation": validity.agreement(true, np.nan_to_num(proxy)),
-        "mean_cosines": within,
-    }, cost
-
-
-def _true_gradients(
-    inputs: Inputs, rows: np.ndarray, params: DiagnoseParams, launch: Launch
-) -> tuple[gradients.Gram, int]:
-    """Return the rows' Gram matrix and their tokens."""
-    if params.gradients not in ("head", "all"):
-        raise UserError(f"diagnose.gradients must be head or all, got {params.gradients!r}")
-    store = read_tokens(inputs, rows)
-    device = models.pick_device("auto")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(launch.threads or threads)
-    try:
-        model = models.load_model(params.model, dtype=params.dtype, device=device)
-        head = params.gradients == "head"
-        gram = gradients.gram(model, store, head=head, batch_tokens=launch.batch_tokens)
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"diagnose: {device} is out of memory; lower diagnose.sample, which is "
-            f"{params.sample}, or launch.batch_tokens"
-        ) from error
-    finally:
-        torch.set_num_threads(threads)
-    return gram, int(store.lengths.sum())

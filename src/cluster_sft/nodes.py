@@ -25,11 +25,12 @@ from cluster_sft.stages import (
     NAMES,
     PER_STRATEGY,
     ROOT,
-    SCORES,
+    SCORING,
     STAGES,
     Stage,
     get,
     spec_of,
+    step_of,
     token,
 )
 from cluster_sft.yaml_files import read_mapping
@@ -89,11 +90,8 @@ class Planner:
         return self.params.train.workers if k == "auto" else k
 
     def node(self, stage: str, strategy: str = "", suite: str = "") -> Node:
-        """Return the node of a stage, for a strategy and a suite where the stage has them.
-
-        For stage score `strategy` is the step: a strategy's name, or a step that one builds on.
-        """
-        scope = strategy if stage in (*PER_STRATEGY, "score") else ""
+        """Return the node of a stage, for a strategy and a suite where the stage has them."""
+        scope = strategy if stage in PER_STRATEGY else ""
         found = self._made.get((stage, f"{scope}/{suite}"))
         if found is None:
             found = self._build(stage, scope, suite)
@@ -153,23 +151,19 @@ class Planner:
         self, spec: Stage, stage: str, strategy: str
     ) -> tuple[dict[str, Node], tuple[Node, ...]]:
         """Return what is read, and what must only exist first: DVC knows no other dependency."""
-        idle = set[str]()
+        reads = {r: m for r, m in spec.reads.items() if (strategy, m) != (BASE, "train")}
+        idle = [m for m in SCORING.get(stage, {}).values() if m not in reads.values()]
         if stage == "select" and "cluster" in strategies.get(strategy).ignores:
-            idle.add("clusters")
-        if stage == "select" and strategy not in SCORES:
-            idle.add("scores")
-        roles = {r: m for r, m in spec.reads.items() if (strategy, m) != (BASE, "train")}
-        nodes = {role: self._read(maker, strategy) for role, maker in roles.items()}
-        read = {role: node for role, node in nodes.items() if role not in idle}
-        return read, tuple(node for role, node in nodes.items() if role in idle)
-
-    def _read(self, maker: str, strategy: str) -> Node:
-        return self.node("score", maker) if maker in SCORES else self.node(maker, strategy)
+            idle.append(reads.pop("clusters"))
+        if stage == "select" and not step_of("score", strategy):
+            idle.append(reads.pop("scores"))
+        inputs = {role: self.node(maker, strategy) for role, maker in reads.items()}
+        return inputs, tuple(self.node(maker, strategy) for maker in idle)
 
     def leaf(self, stage: str, strategy: str = "", suite: str = "") -> str:
         """Return the leaf's path: stage first, then one slug a stage that it builds on."""
         known = {"strategy": strategy, "suite": suite}
-        if stage == "score":
+        if stage in SCORING:
             parts = [token(strategy)]
         elif stage == "evaluate" and strategy == BASE:
             parts = [BASE, suite]

@@ -211,16 +211,21 @@ class Evaluate(EvaluateRule):
     suites: Annotated[Distinct, Field(min_length=1)] = ["heldout"]
 
 
-class Diagnose(Section):
-    """Measurements of the clustering and of each subset."""
+class Validate(Section):
+    """The test of the clusters on true gradients."""
 
     sample: Annotated[int, Field(ge=2)] = 400
     permutations: PositiveInt = 9999
     gradients: Literal["head", "all"] = "head"
+    seed: NonNegativeInt = 0
+
+
+class Diagnose(Validate):
+    """The `diagnose` section: of the clustering and of each subset."""
+
     map: Literal["pca", "tsne"] = "pca"
     examples: NonNegativeInt = 3
     terms: NonNegativeInt = 10
-    seed: NonNegativeInt = 0
 
 
 class Launch(Section):
@@ -249,7 +254,7 @@ class Params(Section):
     diagnose: Diagnose = Diagnose()
     launch: Launch = Launch()
     study: Token | None = None
-    configurations: Annotated[list[str], AfterValidator(_distinct)] = []
+    configurations: list[str] | list[dict[str, Any]] = []  # names of files, or what they hold
     sweep: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
 
 
@@ -288,8 +293,8 @@ class LessWarmupParams(Warmup):
     dtype: Dtype = "bf16"
 
 
-class LessTargetsParams(Section):
-    """What the gradients of LESS's target examples read beside the warm-up and their file."""
+class LessParams(Section):
+    """What LESS's scores read beside the gradients: the target examples, projected alike."""
 
     targets: str = "data/heldout.yaml"
     projection_dim: PositiveInt = 8192
@@ -334,11 +339,20 @@ class S2lParams(Section):
     seed: NonNegativeInt = 0
 
 
-class DiagnoseParams(Diagnose):
-    """What diagnose reads beside embeddings, clusters and subset."""
+class ValidateParams(Validate):
+    """What validate reads beside embeddings and clusters."""
 
     model: str
     dtype: Dtype = "bf16"
+
+
+class DiagnoseParams(Section):
+    """What diagnose reads beside embeddings, clusters and subset."""
+
+    map: Literal["pca", "tsne"] = "pca"
+    examples: NonNegativeInt = 3
+    terms: NonNegativeInt = 10
+    seed: NonNegativeInt = 0
 
 
 class SelectParams(SelectRule):

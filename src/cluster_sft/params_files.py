@@ -31,21 +31,44 @@ def load(files: Sequence[Path]) -> dict[str, Any]:
     """Read and merge the files, later ones over earlier ones, and check the result.
 
     Returns the raw mapping, whose scalars print in paths as they stand in the file; `typed` gives
-    the typed view.
+    the typed view. In place of the files that `configurations` names stand their own mappings.
 
     Raises:
         UserError: a file or a key is at fault; the message names it.
     """
-    raw: dict[str, Any] = {}
-    for path in files:
-        raw = merge(raw, read_mapping(path))
-    where = ", ".join(str(f) for f in files)
-    params = typed(raw, where=where)
-    for name, section in params:
+    over: dict[str, Any] = {}
+    for path in files[1:]:
+        over = merge(over, read_mapping(path))
+    raw = merge(read_mapping(files[0]), over)
+    check(raw, where=", ".join(str(f) for f in files))
+    if named := raw.get("configurations"):
+        raw["configurations"] = [_configuration(Path(path), raw, over) for path in named]
+    return raw
+
+
+def _configuration(path: Path, raw: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a file's parameters with strategies, study and sweep of `raw`, and its overlays."""
+    shared = {
+        "select": {"strategies": raw["select"]["strategies"]},
+        "study": raw.get("study"),
+        "sweep": raw.get("sweep") or {},
+    }
+    own = merge(merge(read_mapping(path), {k: v for k, v in over.items() if k != "name"}), shared)
+    own = {**own, "configurations": []}
+    check(own, where=str(path))
+    return own
+
+
+def check(raw: Mapping[str, Any], *, where: str) -> None:
+    """Check types, and that every key is spelled out.
+
+    Raises:
+        UserError: a key is at fault or missing; the message gives the default.
+    """
+    for name, section in typed(raw, where=where):
         if isinstance(section, Section) and (missing := _missing(section, raw.get(name))):
             key, default = missing
             raise UserError(f"{where}: key '{name}.{key}' is missing; add it (default: {default})")
-    return raw
 
 
 def _missing(section: Section, raw: object) -> tuple[str, str] | None:

@@ -19,8 +19,20 @@ from cluster_sft import strategies
 from cluster_sft.errors import UserError
 from cluster_sft.nodes import Node, Planner, make_node
 from cluster_sft.params import TOKEN, Section
-from cluster_sft.params_files import load, typed
-from cluster_sft.stages import AXES, BASE, CHAIN, NAMES, ROOT, SCORES, STAGES, get, replace, token
+from cluster_sft.params_files import typed
+from cluster_sft.stages import (
+    AXES,
+    BASE,
+    CHAIN,
+    METHODS,
+    NAMES,
+    ROOT,
+    SCORING,
+    STAGES,
+    get,
+    replace,
+    token,
+)
 
 
 @dataclass(frozen=True)
@@ -59,19 +71,12 @@ def points(raw: Mapping[str, Any]) -> list[Point]:
 
 
 def configurations(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the parameters whose points a report shows: `raw` alone, or those of the files named.
-
-    Strategies, study and sweep are those of `raw`, everything else is the file's own.
+    """Return the parameters whose points a report shows: `raw` alone, or its `configurations`.
 
     Raises:
-        UserError: a file is at fault, or two have one name and so one folder.
+        UserError: two have one name and so one folder.
     """
-    found: list[Mapping[str, Any]] = []
-    for path in raw.get("configurations") or []:
-        own = load([Path(path)])
-        select = {**own["select"], "strategies": raw["select"]["strategies"]}
-        shared = {"study": raw.get("study"), "sweep": raw.get("sweep"), "configurations": []}
-        found.append({**own, "select": select, **shared})
+    found: list[Mapping[str, Any]] = list(raw.get("configurations") or [])
     names = [own["name"] for own in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"configurations: two files have the name {twice[0]!r}; give each its own")
@@ -101,11 +106,8 @@ def _point(planner: Planner, strategy: str, axes: dict[str, Any]) -> Point:
     if strategy == BASE:
         return Point(strategy, planner.raw, nodes, suite_nodes, {})
     nodes |= {s: planner.node(s, strategy) for s in ("select", "train", "diagnose")}
-    if strategy in SCORES:
-        for node in ancestry(nodes["select"]).values():
-            if node.stage == "score":
-                step = Path(node.leaf).name
-                nodes["score" if step == strategy else f"score:{step}"] = node
+    for stage, step in METHODS.get(strategy, {}).items():
+        nodes["score" if stage == "score" else f"score:{step}"] = planner.node(stage, strategy)
     return Point(strategy, planner.raw, nodes, suite_nodes, axes)
 
 
@@ -190,8 +192,9 @@ def at(leaf: str, raw: Mapping[str, Any]) -> Node:
 
 def _at(leaf: str, stage: str, slugs: tuple[str, ...], raw: Mapping[str, Any]) -> Node:
     known = {"strategy": "", "suite": ""}
-    if stage == "score" and len(slugs) == 1:
-        known = {"strategy": _known_step(slugs[0]), "suite": ""}
+    if stage in SCORING and len(slugs) == 1:
+        strategies.get(slugs[0])
+        known = {"strategy": slugs[0], "suite": ""}
         raw = {**raw, "sweep": {}}
     elif stage == "evaluate" and slugs[:1] == (BASE,) and len(slugs) == 2:
         known = {"strategy": BASE, "suite": slugs[1]}
@@ -209,13 +212,6 @@ def _at(leaf: str, stage: str, slugs: tuple[str, ...], raw: Mapping[str, Any]) -
     if node.leaf != str(Path(leaf)):
         raise UserError(f"{leaf}: values are written otherwise there; did you mean {node.leaf}?")
     return node
-
-
-def _known_step(name: str) -> str:
-    """Return the name of a step of score, or of a strategy, whose leaf is empty then."""
-    if name not in SCORES:
-        strategies.get(name)
-    return name
 
 
 def _axes(leaf: str, part: str, slug: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ def write_scored(
     meter: Meter,
     facts: Mapping[str, Any] | None = None,
     forward_passes: int = 0,
+    backward_passes: int = 0,
     tokens: int = 0,
     peak_memory_bytes: int | None = None,
 ) -> None:
@@ -35,6 +36,7 @@ def write_scored(
         meter: started with the work.
         facts: what else the summary says.
         forward_passes: as in `Meter.stop`.
+        backward_passes: as in `Meter.stop`.
         tokens: as in `Meter.stop`.
         peak_memory_bytes: as in `Meter.stop`.
     """
@@ -52,6 +54,7 @@ def write_scored(
     cost = meter.stop(
         out,
         forward_passes=forward_passes,
+        backward_passes=backward_passes,
         tokens=tokens,
         peak_memory_bytes=peak_memory_bytes,
     )

@@ -16,7 +16,6 @@ from cluster_sft.params import (
     Cluster,
     ClusterParams,
     Data,
-    Diagnose,
     DiagnoseParams,
     EmbedParams,
     EvaluateParams,
@@ -24,7 +23,7 @@ from cluster_sft.params import (
     Ifd,
     IfdParams,
     LessGradientsParams,
-    LessTargetsParams,
+    LessParams,
     LessWarmupParams,
     PrepareParams,
     S2lParams,
@@ -36,6 +35,8 @@ from cluster_sft.params import (
     SelectRule,
     Train,
     TrainParams,
+    Validate,
+    ValidateParams,
     Warmup,
 )
 
@@ -59,7 +60,7 @@ class Stage:
         module: the module below `cluster_sft` that has `run`.
         params: the typed parameters that `run` receives.
         keys: parameter -> dotted key of params.yaml.
-        reads: role -> the stage, or step of score, whose leaf `run` receives under that name.
+        reads: role -> the stage whose leaf `run` receives under that name.
         files: parameters that name a file, which counts by its bytes and not by its path.
         slug: the path parts that this stage adds to those of the stage it builds on.
         about: what it does, for the command line's help.
@@ -124,21 +125,29 @@ STAGES: dict[str, Stage] = {
         slug="{suite}",
         about="score a model on a suite",
     ),
+    "validate": Stage(
+        "validating",
+        ValidateParams,
+        {**_of("diagnose", Validate), **MODEL},
+        {"dataset": "prepare", "embeddings": "embed", "clusters": "cluster"},
+        about="test the clusters on true per-sample gradients",
+    ),
     "diagnose": Stage(
         "diagnosing",
         DiagnoseParams,
-        {**_of("diagnose", Diagnose), **MODEL},
+        _of("diagnose", DiagnoseParams),
         {
             "dataset": "prepare",
             "embeddings": "embed",
             "clusters": "cluster",
             "subset": "select",
+            "validity": "validate",
         },
         about="measure what clusters and subset do to the gradients",
     ),
 }
 SAMPLES = {"embeddings": "embed"}
-SCORES: dict[str, Stage] = {  # the steps of stage score; a strategy reads the one of its name
+STEPS: dict[str, Stage] = {  # what the methods do in the stages of SCORING
     "ifd": Stage(
         "scorers.ifd",
         IfdParams,
@@ -157,22 +166,15 @@ SCORES: dict[str, Stage] = {  # the steps of stage score; a strategy reads the o
         "scorers.less_gradients",
         LessGradientsParams,
         {**_part("score.less", ("gradient", "projection_dim", "seed")), **MODEL},
-        {"dataset": "prepare", "warmup": "less-warmup"},
+        {"dataset": "prepare", "warmup": "scorer"},
         about="LESS: projected gradients of the training rows",
-    ),
-    "less-targets": Stage(
-        "scorers.less_targets",
-        LessTargetsParams,
-        {**_part("score.less", ("targets", "projection_dim", "seed")), **MODEL, **RENDERING},
-        {"dataset": "prepare", "warmup": "less-warmup"},
-        files=("targets",),
-        about="LESS: projected gradients of the target examples",
     ),
     "less": Stage(
         "scorers.less",
-        Section,
-        {},
-        {"gradients": "less-gradients", "targets": "less-targets"},
+        LessParams,
+        {**_part("score.less", ("targets", "projection_dim", "seed")), **MODEL, **RENDERING},
+        {"dataset": "prepare", "warmup": "scorer", "gradients": "features"},
+        files=("targets",),
         about="LESS: influence of every row on the target examples",
     ),
     "s2l-proxy": Stage(
@@ -186,14 +188,14 @@ SCORES: dict[str, Stage] = {  # the steps of stage score; a strategy reads the o
         "scorers.s2l_trajectories",
         S2lTrajectoriesParams,
         {"s2l_model": "score.s2l.model", "dtype": "model.dtype"},
-        {"dataset": "prepare", "proxy": "s2l-proxy"},
+        {"dataset": "prepare", "proxy": "scorer"},
         about="S2L: loss of every row at every checkpoint",
     ),
     "s2l": Stage(
         "scorers.s2l",
         S2lParams,
         _part("score.s2l", ("clusters", "seed")),
-        {"dataset": "prepare", "trajectories": "s2l-trajectories"},
+        {"dataset": "prepare", "trajectories": "features"},
         about="S2L: groups of rows with like trajectories",
     ),
     "k-center": Stage(
@@ -206,7 +208,24 @@ SCORES: dict[str, Stage] = {  # the steps of stage score; a strategy reads the o
         "scorers.length_matched_random", Section, {}, SAMPLES, about="response tokens of every row"
     ),
 }
-UNSCORED = Stage("scorers.none", Section, {}, about="nothing, for a strategy without scores")
+NO_STEP = Stage("scorers.none", Section, {}, about="nothing, for a strategy without this stage")
+# The stages that scoring may take, one leaf a strategy, with all that any method reads there.
+SCORING: dict[str, dict[str, str]] = {
+    "scorer": {"dataset": "prepare"},
+    "features": {"dataset": "prepare", "scorer": "scorer"},
+    "score": {
+        "dataset": "prepare",
+        "embeddings": "embed",
+        "scorer": "scorer",
+        "features": "features",
+    },
+}
+METHODS: dict[str, dict[str, str]] = {  # strategy -> stage of SCORING -> step; none is empty there
+    "less": {"scorer": "less-warmup", "features": "less-gradients", "score": "less"},
+    "s2l": {"scorer": "s2l-proxy", "features": "s2l-trajectories", "score": "s2l"},
+    **{name: {"score": name} for name in ("ifd", "k-center", "loss-top", "length-matched-random")},
+}
+STAGE_OF = {step: stage for method in METHODS.values() for stage, step in method.items()}
 CHAIN = {  # the stages whose slugs make up a leaf, in order
     "prepare": (),
     "embed": (),
@@ -214,14 +233,22 @@ CHAIN = {  # the stages whose slugs make up a leaf, in order
     "select": ("cluster", "select"),
     "train": ("cluster", "select", "train"),
     "evaluate": ("cluster", "select", "train", "evaluate"),
+    "validate": ("cluster",),
     "diagnose": ("cluster", "select"),
 }
-PER_STRATEGY = ("select", "train", "evaluate", "diagnose")  # one leaf a strategy
+PER_STRATEGY = (*SCORING, "select", "train", "evaluate", "diagnose")  # one leaf a strategy
 
 
-def spec_of(stage: str, step: str = "") -> Stage:
-    """Return the table's entry of a stage, or of a step of score."""
-    return SCORES.get(step, UNSCORED) if stage == "score" else STAGES[stage]
+def step_of(stage: str, strategy: str) -> str:
+    """Return the step that a strategy takes in a stage of SCORING; "" for none."""
+    return METHODS.get(strategy, {}).get(stage, "")
+
+
+def spec_of(stage: str, strategy: str = "") -> Stage:
+    """Return the table's entry of a stage; in SCORING, of the step that the strategy takes."""
+    if stage not in SCORING:
+        return STAGES[stage]
+    return STEPS.get(step_of(stage, strategy), NO_STEP)
 
 
 NAMES = re.compile(r"\{([a-z_.]+)\}")

@@ -19,8 +19,8 @@ from cluster_sft.token_batches import TokenStore
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The embedded rows, aligned.
+class Clustered:
+    """The embedded rows and their clusters, aligned.
 
     Attributes:
         dataset: leaf of prepare.
@@ -30,9 +30,6 @@ class Inputs:
         tokens_N: int64, supervised tokens.
         label_N: int64, clusters.
         distance_N: float32, to the centroid of the row's cluster.
-        rows_S: positions of the selected rows, ascending.
-        weight_S: float64, their weights.
-        unknown: selected rows without an embedding, left out everywhere.
         k: K.
         alpha: capacity factor of the clusters.
     """
@@ -44,11 +41,23 @@ class Inputs:
     tokens_N: NDArray[np.int64]
     label_N: NDArray[np.int64]
     distance_N: NDArray[np.float32]
+    k: int
+    alpha: float
+
+
+@dataclass(frozen=True)
+class Inputs(Clustered):
+    """Clustered rows and a subset of them.
+
+    Attributes:
+        rows_S: positions of the selected rows, ascending.
+        weight_S: float64, their weights.
+        unknown: selected rows without an embedding, left out everywhere.
+    """
+
     rows_S: NDArray[np.int64]
     weight_S: Array
     unknown: int
-    k: int
-    alpha: float
 
     @property
     def selected_N(self) -> NDArray[np.bool_]:
@@ -58,11 +67,11 @@ class Inputs:
         return marks
 
 
-def read_inputs(dataset: Path, *, embeddings: Path, clusters: Path, subset: Path) -> Inputs:
-    """Read and join the leaves; clusters are the cluster leaf's, whatever the subset states.
+def read_clustered(dataset: Path, *, embeddings: Path, clusters: Path) -> Clustered:
+    """Read and join the leaves of embed and cluster.
 
     Raises:
-        UserError: rows without a cluster, or no selected row that is embedded.
+        UserError: rows without a cluster.
     """
     x, samples = read_embeddings(embeddings)
     frame = samples.with_row_index("row").join(
@@ -74,12 +83,8 @@ def read_inputs(dataset: Path, *, embeddings: Path, clusters: Path, subset: Path
             f"{clusters / 'clusters.parquet'}: row {lost} of {embeddings} has no cluster; both "
             "must come from one run"
         )
-    chosen = read_table(subset, "subset.parquet", ["id", "weight"])
-    joined = chosen.join(frame.select("id", "row"), on="id", how="inner").sort("row")
-    if joined.is_empty():
-        raise UserError(f"{subset / 'subset.parquet'}: no row of it is in {embeddings}")
     summary = read_json(clusters / SUMMARY)
-    return Inputs(
+    return Clustered(
         dataset=dataset,
         ids=frame["id"],
         x=x,
@@ -87,15 +92,32 @@ def read_inputs(dataset: Path, *, embeddings: Path, clusters: Path, subset: Path
         tokens_N=frame["n_tokens"].to_numpy().astype(np.int64),
         label_N=frame["cluster"].to_numpy().astype(np.int64),
         distance_N=frame["distance"].to_numpy().astype(np.float32),
-        rows_S=joined["row"].to_numpy().astype(np.int64),
-        weight_S=joined["weight"].to_numpy().astype(np.float64),
-        unknown=len(chosen) - len(joined),
         k=int(summary["k"]),
         alpha=float(summary["alpha"]),
     )
 
 
-def read_rows(inputs: Inputs, rows: NDArray[np.int64], columns: list[str]) -> pl.DataFrame:
+def read_inputs(dataset: Path, *, embeddings: Path, clusters: Path, subset: Path) -> Inputs:
+    """Read and join the leaves; clusters are the cluster leaf's, whatever the subset states.
+
+    Raises:
+        UserError: rows without a cluster, or no selected row that is embedded.
+    """
+    found = read_clustered(dataset, embeddings=embeddings, clusters=clusters)
+    chosen = read_table(subset, "subset.parquet", ["id", "weight"])
+    rows = pl.DataFrame({"id": found.ids}).with_row_index("row")
+    joined = chosen.join(rows, on="id", how="inner").sort("row")
+    if joined.is_empty():
+        raise UserError(f"{subset / 'subset.parquet'}: no row of it is in {embeddings}")
+    return Inputs(
+        **vars(found),
+        rows_S=joined["row"].to_numpy().astype(np.int64),
+        weight_S=joined["weight"].to_numpy().astype(np.float64),
+        unknown=len(chosen) - len(joined),
+    )
+
+
+def read_rows(inputs: Clustered, rows: NDArray[np.int64], columns: list[str]) -> pl.DataFrame:
     """Read columns of some embedded rows of dataset.parquet, in the order of `rows`.
 
     Raises:
@@ -111,7 +133,7 @@ def read_rows(inputs: Inputs, rows: NDArray[np.int64], columns: list[str]) -> pl
     return wanted.join(found, on="id", how="left", maintain_order="left")
 
 
-def read_tokens(inputs: Inputs, rows: NDArray[np.int64]) -> TokenStore:
+def read_tokens(inputs: Clustered, rows: NDArray[np.int64]) -> TokenStore:
     """Read the tokens of some embedded rows, in the order of `rows`."""
     frame = read_rows(inputs, rows, ["input_ids", "labels"])
     lengths = frame["input_ids"].list.len().to_numpy()

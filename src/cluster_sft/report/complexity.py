@@ -38,7 +38,7 @@ THEORY: Mapping[str, Callable[[Params], Theory]] = {
         "s E (F + B)", _number(p, "less-warmup", "warmup_share", "warmup_epochs")
     ),
     "less-gradients": lambda p: _both("E (F + B)", _number(p, "less-warmup", "warmup_epochs")),
-    "less-targets": lambda p: Theory("E (F + B) a target", None, None),
+    "less": lambda p: Theory("E (F + B) a target", None, None),
     "s2l-proxy": lambda p: _both("E (F + B), proxy", _number(p, "s2l-proxy", "epochs")),
     "s2l-trajectories": lambda p: Theory("T F, proxy", _number(p, "s2l-proxy", "checkpoints"), 0),
 }

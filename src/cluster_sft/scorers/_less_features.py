@@ -25,11 +25,11 @@ from cluster_sft.scorers._gradient_features import compute_features
 from cluster_sft.token_batches import open_tokens
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, LessGradientsParams, LessTargetsParams
+    from cluster_sft.params import Launch, LessGradientsParams, LessParams
 
 
 def write_features(
-    params: LessGradientsParams | LessTargetsParams,
+    params: LessGradientsParams | LessParams,
     rows: pl.DataFrame,
     *,
     label: str,

@@ -2,7 +2,7 @@
 
 With unit features t_i of a training row and q_i of a target at checkpoint i, which counts eta_i,
 the score is the largest over subtasks of the mean over their targets of sum_i eta_i <t_i, q_i>
-(Xia et al., 2024). Targets without a subtask are one.
+(Xia et al., 2024). Targets without a subtask are one. Their features are kept in targets/.
 """
 
 from __future__ import annotations
@@ -17,28 +17,40 @@ from cluster_sft import costs
 from cluster_sft.artifacts import SUMMARY, read_array, read_json, read_table
 from cluster_sft.errors import UserError
 from cluster_sft.score_files import write_scored
+from cluster_sft.scorers._less_targets import write_targets
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, Section
+    from cluster_sft.params import Launch, LessParams
 
 BLOCK_ROWS = 1024
+SPENT = ("forward_passes", "backward_passes", "tokens", "peak_memory_bytes")
 SAME = ("projection_dim", "projection_seed", "parameters", "warmup")
 
 
 def run(
-    params: Section, *, gradients: Path, targets: Path, out: Path, scratch: Path, launch: Launch
+    params: LessParams,
+    *,
+    dataset: Path,
+    warmup: Path,
+    gradients: Path,
+    out: Path,
+    scratch: Path,
+    launch: Launch,
 ) -> None:
-    """Score every training row that has a gradient.
+    """Take the targets' gradients and score every training row that has one.
 
     Raises:
-        UserError: the two leaves are of different warm-ups or projections.
+        UserError: a defect of the targets' file, or gradients of another warm-up or projection.
     """
     meter = costs.start()
+    targets = out / "targets"
+    targets.mkdir()
+    write_targets(params, dataset, warmup=warmup, out=targets, scratch=scratch, launch=launch)
     facts, theirs = read_json(gradients / SUMMARY), read_json(targets / SUMMARY)
     if other := [key for key in SAME if facts[key] != theirs[key]]:
         raise UserError(
-            f"{gradients} and {targets} differ in {', '.join(other)} and cannot be compared; run "
-            "both again with the same parameters"
+            f"{gradients} and the targets differ in {', '.join(other)} and cannot be compared; "
+            "run less-gradients again with the same parameters"
         )
     rows = read_table(gradients, "gradients.parquet")
     examples = read_table(targets, "gradients.parquet")
@@ -61,6 +73,7 @@ def run(
         rows.select("id", "reason").with_columns(score=scores.max(axis=1)),
         meter=meter,
         facts=_facts(subtasks, scores, rows["reason"].is_null().to_numpy()),
+        **{name: theirs["cost"][name] for name in SPENT},
     )
 
 

@@ -1,4 +1,4 @@
-"""Step less-targets of score: projected gradients of the target examples that LESS selects for.
+"""Projected gradients of the target examples that LESS selects for.
 
 The targets are a raw file of any shape that stage prepare reads, with an optional field `subtask`,
 or `split: heldout` in a YAML file: the held-out rows of the prepared data. Gradients are plain,
@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from cluster_sft import costs, formats, models, sources
 from cluster_sft.artifacts import DATASET, read_table
@@ -25,25 +23,26 @@ from cluster_sft.preparation import context_length
 from cluster_sft.rendering import Renderer, TemplateRefusal
 from cluster_sft.scorers._less_features import write_features
 from cluster_sft.token_batches import OFFSETS, pack_tokens
+from cluster_sft.yaml_files import read_mapping
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, LessTargetsParams
+    from cluster_sft.params import Launch, LessParams
 
 SUBTASK = "subtask"
 HELDOUT = {"split": "heldout"}
 SCHEMA = {"id": pl.String, SUBTASK: pl.String} | {k: DATASET[k] for k in ("input_ids", "labels")}
 
 
-def run(
-    params: LessTargetsParams,
-    *,
+def write_targets(
+    params: LessParams,
     dataset: Path,
+    *,
     warmup: Path,
     out: Path,
     scratch: Path,
     launch: Launch,
 ) -> None:
-    """Compute the features of every target example at every checkpoint of the warm-up.
+    """Compute and write the features of every target example at every checkpoint of the warm-up.
 
     Raises:
         UserError: a defect of the file, or none of its examples can be used.
@@ -58,7 +57,7 @@ def run(
     write_features(
         params,
         rows.select("id", SUBTASK),
-        label="less-targets",
+        label="less: targets",
         gradient="sgd",
         tokens=scratch,
         warmup=warmup,
@@ -73,13 +72,8 @@ def _is_split(path: Path) -> bool:
     """Say whether the file names a split of the prepared data; descriptors of a source do not."""
     if path.suffix.lower() not in (".yaml", ".yml"):
         return False
-    try:
-        value = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; score.less.targets must name one") from error
-    except (YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path}: not a readable YAML file ({error})") from error
-    if isinstance(value, dict) and set(value) == set(HELDOUT) and value != HELDOUT:
+    value = read_mapping(path)
+    if set(value) == set(HELDOUT) and value != HELDOUT:
         raise UserError(f"{path}: split must be heldout, got {value['split']!r}")
     return value == HELDOUT
 
@@ -97,7 +91,7 @@ def _heldout(dataset: Path, path: Path) -> pl.DataFrame:
     return rows.with_columns(pl.Series(SUBTASK, subtasks, pl.String)).select(*SCHEMA)
 
 
-def _rendered(params: LessTargetsParams, path: Path) -> pl.DataFrame:
+def _rendered(params: LessParams, path: Path) -> pl.DataFrame:
     """Read, render and tokenise the examples as stage prepare does its rows."""
     source = sources.read(path)
     reader = formats.reader(source.rows, name="auto", fields=source.fields, where=source.where(0))
