@@ -25,7 +25,7 @@ study-%: sweeps/%.yaml install
 	cluster-sft show --params $(PARAMS) $(OVERLAYS)
 
 test: install
-	python -m pytest -n 2 --dist loadfile
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: install $(PEERS)/installed
 	python -m benchmarks $(BENCH)

@@ -13,7 +13,7 @@ import pytest
 from cluster_sft import descriptors, plan, sources
 from cluster_sft.formats import reader
 from cluster_sft.params_files import load, typed
-from cluster_sft.stages import get
+from cluster_sft.stages import SCORING, get
 from cluster_sft.yaml_files import read_mapping
 from engines import ROOT, Project
 
@@ -133,9 +133,9 @@ def test_preset_plans_every_strategy_of_the_main_study(path, tree):
     raw = load([path])
     raw["select"]["strategies"] = ["full", "random", "uniform", "ifd", "less", "s2l", "cluster"]
     nodes = plan.ancestry(plan.target(raw)).values()
-    steps = {Path(n.leaf).name: n.params for n in nodes if n.stage == "score"}
-    assert {"ifd", "less", "less-gradients", "s2l"} <= set(steps)
-    assert steps["s2l-proxy"].s2l_model == PUBLISHED[path.stem]["score.s2l.model"]
+    made = {f"{n.stage}/{Path(n.leaf).name}": n.params for n in nodes if n.stage in SCORING}
+    assert {"score/ifd", "score/less", "features/less", "score/s2l"} <= set(made)
+    assert made["scorer/s2l"].s2l_model == PUBLISHED[path.stem]["score.s2l.model"]
 
 
 def keys(value: object, prefix: str = "") -> set[str]:
@@ -179,15 +179,8 @@ def test_preset_is_taken_by_both_engines_and_their_targets_agree(path, project, 
     shutil.copy(path, "params.yaml")
     nodes = plan.ancestry(plan.target(load([Path("params.yaml")]))).values()
     with Repo(os.curdir) as repo:
-        listed = {
-            os.path.relpath(out.fs_path): stage.path_in_repo
-            for stage in repo.index.stages
-            for out in stage.outs
-        }
-    assert {n.leaf for n in nodes} <= set(listed)
-    # Steps of score have a file of their own, which names those of strategies that do not run too.
-    main = {leaf for leaf, file in listed.items() if file == "dvc.yaml"}
-    assert main == {n.leaf for n in nodes if n.stage != "score"}
+        listed = {os.path.relpath(o.fs_path) for stage in repo.index.stages for o in stage.outs}
+    assert listed == {n.leaf for n in nodes}
     planned = jobs(project.call("snakemake", "-n", "--cores", "2"))
     assert planned == Counter(n.stage for n in nodes)
 

@@ -133,11 +133,11 @@ def test_descriptor_corpus_gives_its_rows(tmp_path, monkeypatch):
         ("corpus: python-stdlb", "unknown corpus 'python-stdlb'; did you mean 'python-stdlib'"),
         ("hub: a/b\nrevison: x", "unknown key 'revison'; did you mean 'revision'"),
         ("fields: {}", "either `corpus: NAME` or `hub: OWNER/NAME`"),
-        ("- hub", "either `corpus: NAME` or `hub: OWNER/NAME`"),
+        ("- hub", "must be a mapping of keys, got list"),
         ("hub: a/b\ncorpus: python-stdlib", "either `corpus: NAME` or `hub: OWNER/NAME`"),
         ("hub: 3", "'hub' must be text"),
         ("hub: a/b\nfields: [x]", "'fields' must be text"),
-        ("hub: [", "not a readable YAML file"),
+        ("hub: [", "not valid YAML"),
     ],
 )
 def test_descriptor_defects_are_errors(tmp_path, text, message):

@@ -13,6 +13,7 @@ import pytest
 
 from cluster_sft import plan
 from cluster_sft.params_files import load
+from cluster_sft.stages import SCORING
 
 ROOT = Path(__file__).parents[1]
 STUDIES = (
@@ -37,7 +38,7 @@ def _count(raw: dict[str, Any]) -> dict[str, int]:
     """Return how many results a study makes, by stage, or step of score."""
     nodes = plan.ancestry(plan.target(raw)).values()
     return collections.Counter(
-        f"score/{Path(n.leaf).name}" if n.stage == "score" else n.stage for n in nodes
+        f"{n.stage}/{Path(n.leaf).name}" if n.stage in SCORING else n.stage for n in nodes
     )
 
 
@@ -71,9 +72,9 @@ def test_main_study_makes_every_common_result_once():
     budgeted, ratios, seeds = 7, 3, 3
     found = _count(_load("main"))
     trained = (budgeted * ratios + 1) * seeds
-    shared = ("prepare", "embed", "cluster", "report", "score/less-warmup", "score/less-gradients")
-    shared += ("score/less-targets", "score/less", "score/ifd", "score/s2l-proxy")
-    shared += ("score/s2l-trajectories", "score/s2l", "score/length-matched-random")
+    shared = ("prepare", "embed", "cluster", "validate", "report", "scorer/less", "features/less")
+    shared += ("score/less", "score/ifd", "scorer/s2l", "features/s2l", "score/s2l")
+    shared += ("score/length-matched-random",)
     assert {stage: found[stage] for stage in shared} == dict.fromkeys(shared, 1)
     assert (found["select"], found["train"]) == (budgeted * ratios + 1, trained)
     assert found["evaluate"] == (trained + 1) * len(_load("main")["evaluate"]["suites"])

@@ -123,7 +123,7 @@ def _rendered(params: LessParams, path: Path) -> pl.DataFrame:
     if not rows:
         raise UserError(f"{path}: none of {len(source.rows)} examples can be used ({reasons})")
     if left_out:
-        told = f"less-targets: {len(rows)} of {len(source.rows)} examples are used ({reasons})"
+        told = f"less: {len(rows)} of {len(source.rows)} examples are used ({reasons})"
         print(told, file=sys.stderr)
     return pl.DataFrame(rows, schema=SCHEMA, orient="row")
 
