@@ -32,7 +32,7 @@ STEPS = {  # steps of a scorer: forward and backward passes a row, what it reads
     "less": {
         "less-warmup": (0.2, 0.2, "dataset"),
         "less-gradients": (4, 4, "dataset"),
-        "less": (0, 0, "gradients"),
+        "less": (0.1, 0.1, "gradients"),
     },
     "s2l": {
         "s2l-proxy": (3, 3, "dataset"),
