@@ -22,7 +22,8 @@ from benchmarks import measuring
 from benchmarks.embedding_arms import prepare_scratch
 from cluster_sft import models, preparation
 from cluster_sft.artifacts import DATASET, read_table, write_table
-from cluster_sft.params import Launch, PrepareParams
+from cluster_sft.params import Launch
+from cluster_sft.stage_params import PrepareParams
 from cluster_sft.token_batches import plan_batches
 
 ARMS = ["floor", "stage", "naive"]

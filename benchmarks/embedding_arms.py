@@ -22,8 +22,9 @@ from benchmarks import measuring
 from cluster_sft import embedding, models
 from cluster_sft.artifacts import read_json, read_table
 from cluster_sft.heads import CHUNK_ROWS
-from cluster_sft.params import EmbedParams, Launch
+from cluster_sft.params import Launch
 from cluster_sft.partial_results import Results
+from cluster_sft.stage_params import EmbedParams
 from cluster_sft.token_batches import build_batch, open_tokens, pack_tokens, plan_batches
 
 NAIVE_ROWS = 8

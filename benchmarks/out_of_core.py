@@ -24,7 +24,8 @@ import polars as pl
 from benchmarks import measuring, tables
 from cluster_sft import artifacts, clustering
 from cluster_sft.kmeans import Lloyd
-from cluster_sft.params import ClusterParams, Launch
+from cluster_sft.params import Launch
+from cluster_sft.stage_params import ClusterParams
 
 CASES = [("mixture", k, alpha) for k in (4, 8) for alpha in (1.0, 1.2, 1.5)]
 CASES += [("round parts", k, 1.2) for k in (4, 8)]

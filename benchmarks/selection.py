@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 
 from benchmarks import measuring
 from cluster_sft import selection
-from cluster_sft.params import Launch, SelectParams
+from cluster_sft.params import Launch
+from cluster_sft.stage_params import SelectParams
 
 SIZES = [10_000, 100_000, 1_000_000, 10_000_000]
 SMALL_SIZES = [1_000]

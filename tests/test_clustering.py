@@ -17,8 +17,9 @@ from scipy.optimize import linear_sum_assignment
 from cluster_sft import artifacts, clustering, kmeans
 from cluster_sft.assignment import solve
 from cluster_sft.clustering import capacity_of, constrained_kmeans
-from cluster_sft.params import ClusterParams, Launch
+from cluster_sft.params import Launch
 from cluster_sft.passes import Table
+from cluster_sft.stage_params import ClusterParams
 
 
 def _mixture(n_rows=400, width=12, *, parts=6, seed=0, dtype=np.float32):
@@ -328,7 +329,7 @@ def test_stage_writes_clusters_in_the_order_of_the_embeddings(tmp_path, capsys):
 def test_stage_tells_selection_which_rows_have_no_direction(tmp_path):
     """Where rows agree a zero row is the farthest; selection keeps it last all the same."""
     from cluster_sft import selection
-    from cluster_sft.params import SelectParams
+    from cluster_sft.stage_params import SelectParams
 
     x = np.float16([1, 0, 0]) + np.linspace(-0.1, 0.1, 40, dtype=np.float16)[:, None]
     x[7] = 0

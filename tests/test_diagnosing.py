@@ -29,9 +29,10 @@ from cluster_sft.diagnostics import (
 )
 from cluster_sft.diagnostics.moments import group_moments
 from cluster_sft.errors import UserError
-from cluster_sft.params import DiagnoseParams, EmbedParams, Launch, ValidateParams
+from cluster_sft.params import Launch
 from cluster_sft.report import drawing
 from cluster_sft.report.html import inline
+from cluster_sft.stage_params import DiagnoseParams, EmbedParams, ValidateParams
 from cluster_sft.token_batches import TokenStore
 
 LABELS = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])

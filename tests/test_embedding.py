@@ -19,15 +19,17 @@ from hypothesis import strategies as st
 from cluster_sft import embedding, inference, models, token_batches
 from cluster_sft.artifacts import read_embeddings, read_json, read_table, write_table
 from cluster_sft.errors import UserError
-from cluster_sft.params import EmbedParams, Launch
+from cluster_sft.params import Launch
 from cluster_sft.proxy import gradient_proxy
+from cluster_sft.stage_params import EmbedParams
 from cluster_sft.token_batches import plan_batches
 
 SLOW_RUN = """
 import sys, time
 from pathlib import Path
 from cluster_sft import embedding, partial_results
-from cluster_sft.params import EmbedParams, Launch
+from cluster_sft.params import Launch
+from cluster_sft.stage_params import EmbedParams
 partial_results.FLUSH_SECONDS = 0
 quick = embedding._outputs
 def slow(*args, **settings):

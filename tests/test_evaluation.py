@@ -10,7 +10,8 @@ import pytest
 
 from cluster_sft import evaluation, sandbox
 from cluster_sft.artifacts import read_table, write_table
-from cluster_sft.params import EvaluateParams, Launch
+from cluster_sft.params import Launch
+from cluster_sft.stage_params import EvaluateParams
 
 SUITES = Path(__file__).parents[1] / "data/suites"
 

@@ -16,12 +16,7 @@ from cluster_sft.adapters import add_adapter, load_weights
 from cluster_sft.artifacts import read_array, read_json, read_scores, read_table, write_table
 from cluster_sft.errors import UserError
 from cluster_sft.models import load_model
-from cluster_sft.params import (
-    Launch,
-    LessGradientsParams,
-    LessParams,
-    LessWarmupParams,
-)
+from cluster_sft.params import Launch
 from cluster_sft.scorers import (
     _gradient_features,
     less,
@@ -31,6 +26,7 @@ from cluster_sft.scorers import (
 from cluster_sft.scorers._less_targets import write_targets
 from cluster_sft.scorers._projection import project, signs
 from cluster_sft.scorers._row_gradients import RowGradients
+from cluster_sft.stage_params import LessGradientsParams, LessParams, LessWarmupParams
 from cluster_sft.token_batches import build_batch, open_tokens, pack_tokens
 
 K = 2048

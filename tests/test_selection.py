@@ -11,7 +11,8 @@ import pytest
 
 from cluster_sft import artifacts, selection, strategies
 from cluster_sft.errors import UserError
-from cluster_sft.params import Launch, SelectParams
+from cluster_sft.params import Launch
+from cluster_sft.stage_params import SelectParams
 from cluster_sft.strategies import Budget, Pool
 
 

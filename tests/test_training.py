@@ -24,7 +24,8 @@ from cluster_sft import training
 from cluster_sft.artifacts import SUBSET, write_json, write_table
 from cluster_sft.batching import batch_plan, cluster_weights
 from cluster_sft.errors import UserError
-from cluster_sft.params import Launch, TrainParams
+from cluster_sft.params import Launch
+from cluster_sft.stage_params import TrainParams
 from cluster_sft.training_loop import read_log
 from cluster_sft.training_rows import read_rows, read_selection
 
@@ -213,7 +214,8 @@ def test_train_killed_in_mid_epoch_resumes_to_bitwise_the_same_weights(
 import json
 from pathlib import Path
 from cluster_sft import training
-from cluster_sft.params import Launch, TrainParams
+from cluster_sft.params import Launch
+from cluster_sft.stage_params import TrainParams
 job = json.loads(Path({str(tmp_path / "run.json")!r}).read_text())
 paths = {{k: Path(job[k]) for k in ("dataset", "subset", "scratch", "out")}}
 launch = Launch(processes=2, threads=2, micro_batch=2, checkpoint_minutes=1e-9)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from cluster_sft import training
 from cluster_sft.artifacts import SUBSET, write_json, write_table
 from cluster_sft.models import load_model
-from cluster_sft.params import Launch, TrainParams
+from cluster_sft.params import Launch
+from cluster_sft.stage_params import TrainParams
 from cluster_sft.training_loop import read_log
 from cluster_sft.training_rows import make_plan, read_rows
 from cluster_sft.worker_cosine import mean_cosine, worker_cosine

@@ -33,7 +33,8 @@ from cluster_sft.passes import Table
 if TYPE_CHECKING:
     import torch
 
-    from cluster_sft.params import ClusterParams, Launch
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import ClusterParams
 
 __all__ = ["Clustering", "assign", "capacity_of", "constrained_kmeans", "run"]
 

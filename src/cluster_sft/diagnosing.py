@@ -24,7 +24,8 @@ from cluster_sft.diagnostics.inputs import Inputs, read_inputs
 from cluster_sft.diagnostics.numbers import finite
 
 if TYPE_CHECKING:
-    from cluster_sft.params import DiagnoseParams, Launch
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import DiagnoseParams
 
 METRICS = "metrics.json"
 

@@ -29,7 +29,8 @@ from cluster_sft.proxy import proxies_at
 from cluster_sft.token_batches import OFFSETS, Batch, open_tokens, pack_tokens, plan_batches
 
 if TYPE_CHECKING:
-    from cluster_sft.params import EmbedParams, Launch
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import EmbedParams
 
 
 def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch: Launch) -> None:

@@ -10,7 +10,8 @@ from cluster_sft import suites
 from cluster_sft.artifacts import write_json
 
 if TYPE_CHECKING:
-    from cluster_sft.params import EvaluateParams, Launch
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import EvaluateParams
 
 
 def run(

@@ -17,8 +17,9 @@ from typing import Any
 
 from cluster_sft import digests, strategies, suites
 from cluster_sft.errors import UserError
-from cluster_sft.params import EvaluateRule, Params, Section, TrainParams
+from cluster_sft.params import EvaluateRule, Params, Section
 from cluster_sft.params_files import typed
+from cluster_sft.stage_params import TrainParams
 from cluster_sft.stages import (
     BASE,
     CHAIN,

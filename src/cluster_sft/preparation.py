@@ -28,7 +28,7 @@ from cluster_sft.errors import UserError
 from cluster_sft.rendering import Encoded, Rendered, Renderer, TemplateRefusal
 
 if TYPE_CHECKING:
-    from cluster_sft.params import PrepareParams
+    from cluster_sft.stage_params import PrepareParams
 
 BATCH = 512  # rows tokenised together; cannot change a result
 

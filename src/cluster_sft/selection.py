@@ -32,7 +32,8 @@ from cluster_sft.pools import CLUSTERS, read_pool, with_scores
 from cluster_sft.strategies import Budget, Pool, Strategy
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, SelectParams
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import SelectParams
 
 BLOCK_ROWS = 16384  # of the data, read at a time
 

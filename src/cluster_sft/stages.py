@@ -14,13 +14,21 @@ from cluster_sft.errors import UserError
 from cluster_sft.params import (
     TOKEN,
     Cluster,
-    ClusterParams,
     Data,
+    EvaluateRule,
+    Ifd,
+    S2lTraining,
+    Section,
+    SelectRule,
+    Train,
+    Validate,
+    Warmup,
+)
+from cluster_sft.stage_params import (
+    ClusterParams,
     DiagnoseParams,
     EmbedParams,
     EvaluateParams,
-    EvaluateRule,
-    Ifd,
     IfdParams,
     LessGradientsParams,
     LessParams,
@@ -28,16 +36,10 @@ from cluster_sft.params import (
     PrepareParams,
     S2lParams,
     S2lProxyParams,
-    S2lTraining,
     S2lTrajectoriesParams,
-    Section,
     SelectParams,
-    SelectRule,
-    Train,
     TrainParams,
-    Validate,
     ValidateParams,
-    Warmup,
 )
 
 ROOT = "results"

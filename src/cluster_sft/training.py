@@ -49,7 +49,8 @@ from cluster_sft.training_rows import (
 from cluster_sft.workload import check_processes, divisors
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, TrainParams
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import TrainParams
 
 MOST_WORKERS = 8  # where no cluster needs one of its own
 

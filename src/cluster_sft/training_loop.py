@@ -33,7 +33,8 @@ from cluster_sft.workload import MicroBatch, split_step
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from cluster_sft.params import Launch, TrainParams
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import TrainParams
 
 TRAIN_LOG = "train_log.jsonl"
 SNAPSHOTS = "snapshots"

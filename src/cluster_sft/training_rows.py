@@ -22,7 +22,7 @@ from cluster_sft.errors import UserError
 from cluster_sft.heads import IGNORED
 
 if TYPE_CHECKING:
-    from cluster_sft.params import TrainParams
+    from cluster_sft.stage_params import TrainParams
 
 PAD = 0  # any id does: padding is told from the mask
 

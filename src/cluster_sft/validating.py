@@ -22,7 +22,8 @@ from cluster_sft.diagnostics.numbers import finite
 from cluster_sft.errors import UserError
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, ValidateParams
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import ValidateParams
 
 METRICS = "metrics.json"
 

@@ -25,7 +25,8 @@ from cluster_sft.scorers._gradient_features import compute_features
 from cluster_sft.token_batches import open_tokens
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, LessGradientsParams, LessParams
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import LessGradientsParams, LessParams
 
 
 def write_features(

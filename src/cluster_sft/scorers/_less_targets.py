@@ -26,7 +26,8 @@ from cluster_sft.token_batches import OFFSETS, pack_tokens
 from cluster_sft.yaml_files import read_mapping
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, LessParams
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import LessParams
 
 SUBTASK = "subtask"
 HELDOUT = {"split": "heldout"}

@@ -30,7 +30,8 @@ from cluster_sft.score_files import write_scored
 from cluster_sft.token_batches import OFFSETS, write_tokens
 
 if TYPE_CHECKING:
-    from cluster_sft.params import IfdParams, Launch
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import IfdParams
 
 IGNORED = -100
 READ_ROWS = 1024

@@ -20,7 +20,8 @@ from cluster_sft.score_files import write_scored
 from cluster_sft.scorers._less_targets import write_targets
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, LessParams
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import LessParams
 
 BLOCK_ROWS = 1024
 SPENT = ("forward_passes", "backward_passes", "tokens", "peak_memory_bytes")

@@ -14,7 +14,8 @@ from cluster_sft.scorers._less_features import write_features
 from cluster_sft.token_batches import OFFSETS, pack_tokens
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, LessGradientsParams
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import LessGradientsParams
 
 
 def run(

@@ -20,7 +20,8 @@ from cluster_sft.training_loop import TRAIN_LOG, read_log
 from cluster_sft.training_rows import plain_settings, write_subset
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, LessWarmupParams
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import LessWarmupParams
 
 SALT = 0x1E55  # of the draw of rows, apart from that of their order
 

@@ -26,7 +26,8 @@ from cluster_sft.errors import UserError
 from cluster_sft.score_files import write_scored
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, S2lParams
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import S2lParams
 
 ROWS_PER_GROUP = 39  # that K-means needs at least, as faiss has it
 READ_ROWS = 16384

@@ -26,7 +26,8 @@ from cluster_sft.rendering import Encoded, Rendered, Renderer, TemplateRefusal
 from cluster_sft.training_rows import plain_settings, write_subset
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, S2lProxyParams
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import S2lProxyParams
 
 IGNORED = -100
 BATCH = 512  # rows tokenised together; cannot change a result

@@ -26,7 +26,8 @@ from cluster_sft.row_losses import Pass, row_losses
 from cluster_sft.token_batches import OFFSETS, pack_tokens
 
 if TYPE_CHECKING:
-    from cluster_sft.params import Launch, S2lTrajectoriesParams
+    from cluster_sft.params import Launch
+    from cluster_sft.stage_params import S2lTrajectoriesParams
 
 
 def run(

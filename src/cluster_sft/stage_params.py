@@ -1,0 +1,143 @@
+"""The parameters that each stage receives: what can change its result, and nothing else.
+
+A section of params.yaml with `auto` resolved, plus what the stage needs of other sections.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from cluster_sft.params import (
+    ClusterRule,
+    Data,
+    Dtype,
+    EvaluateRule,
+    Ifd,
+    S2lTraining,
+    Section,
+    SelectRule,
+    Token,
+    Train,
+    Validate,
+    Warmup,
+)
+
+
+class PrepareParams(Data):
+    """What prepare reads beside the source's bytes."""
+
+    model: str
+    template: str = "auto"
+    max_length: PositiveInt | None = None
+
+
+class EmbedParams(Section):
+    """What embed reads beside the data."""
+
+    model: str
+    dtype: Dtype = "bf16"
+
+
+class ClusterParams(ClusterRule):
+    """What cluster reads beside the embeddings; K resolved."""
+
+    k: PositiveInt
+
+
+class IfdParams(Ifd):
+    """What IFD reads beside the data."""
+
+    model: str
+    dtype: Dtype = "bf16"
+
+
+class LessWarmupParams(Warmup):
+    """What the warm-up of LESS reads beside the data."""
+
+    model: str
+    dtype: Dtype = "bf16"
+
+
+class LessParams(Section):
+    """What LESS's scores read beside the gradients: the target examples, projected alike."""
+
+    targets: str = "data/heldout.yaml"
+    projection_dim: PositiveInt = 8192
+    seed: NonNegativeInt = 0
+    model: str
+    dtype: Dtype = "bf16"
+    template: str = "auto"
+    max_length: PositiveInt | None = None
+
+
+class LessGradientsParams(Section):
+    """What the gradients of LESS's training rows read beside the data and the warm-up."""
+
+    gradient: Literal["adam", "sgd", "sign"] = "adam"
+    projection_dim: PositiveInt = 8192
+    seed: NonNegativeInt = 0
+    model: str
+    dtype: Dtype = "bf16"
+
+
+class S2lProxyParams(S2lTraining):
+    """What S2L's proxy reads beside the data; the proxy's name resolved."""
+
+    s2l_model: str
+    model: str
+    dtype: Dtype = "bf16"
+    template: str = "auto"
+    max_length: PositiveInt | None = None
+
+
+class S2lTrajectoriesParams(Section):
+    """What the trajectories read beside the data and the trained proxy."""
+
+    s2l_model: str
+    dtype: Dtype = "bf16"
+
+
+class S2lParams(Section):
+    """What S2L's groups read beside the trajectories."""
+
+    clusters: PositiveInt = 100
+    seed: NonNegativeInt = 0
+
+
+class ValidateParams(Validate):
+    """What validate reads beside embeddings and clusters."""
+
+    model: str
+    dtype: Dtype = "bf16"
+
+
+class DiagnoseParams(Section):
+    """What diagnose reads beside embeddings, clusters and subset."""
+
+    map: Literal["pca", "tsne"] = "pca"
+    examples: NonNegativeInt = 3
+    terms: NonNegativeInt = 10
+    seed: NonNegativeInt = 0
+
+
+class SelectParams(SelectRule):
+    """What select reads beside the clusters."""
+
+    strategy: Token = "cluster"
+
+
+class TrainParams(Train):
+    """What train reads beside the subset; `auto` resolved to the strategy's preset."""
+
+    model: str
+    strategy: Token = "cluster"
+
+
+class EvaluateParams(EvaluateRule):
+    """What evaluate reads beside the data and the suite; `model` is null for a trained one."""
+
+    model: str | None = None
+    dtype: Dtype = "bf16"
+    template: str = "auto"
