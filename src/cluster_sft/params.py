@@ -218,12 +218,17 @@ class Validate(Section):
     seed: NonNegativeInt = 0
 
 
-class Diagnose(Validate):
-    """The `diagnose` section: of the clustering and of each subset."""
+class Describe(Section):
+    """What to show of each subset."""
 
     map: Literal["pca", "tsne"] = "pca"
     examples: NonNegativeInt = 3
     terms: NonNegativeInt = 10
+    seed: NonNegativeInt = 0
+
+
+class Diagnose(Validate, Describe):
+    """The `diagnose` section: the test of the clusters, and what to show of each subset."""
 
 
 class Launch(Section):

@@ -12,6 +12,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from cluster_sft.params import (
     ClusterRule,
     Data,
+    Describe,
     Dtype,
     EvaluateRule,
     Ifd,
@@ -113,13 +114,8 @@ class ValidateParams(Validate):
     dtype: Dtype = "bf16"
 
 
-class DiagnoseParams(Section):
+class DiagnoseParams(Describe):
     """What diagnose reads beside embeddings, clusters and subset."""
-
-    map: Literal["pca", "tsne"] = "pca"
-    examples: NonNegativeInt = 3
-    terms: NonNegativeInt = 10
-    seed: NonNegativeInt = 0
 
 
 class SelectParams(SelectRule):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +13,7 @@ import torch
 from cluster_sft.adapters import merge_adapter, save_adapter
 from cluster_sft.artifacts import write_json
 from cluster_sft.checkpoints import snapshot_name
+from cluster_sft.costs import peak_resident_bytes
 from cluster_sft.models import load_tokenizer
 from cluster_sft.training_loop import SAVED_DTYPES, SNAPSHOTS, TRAIN_LOG, Session, read_log
 
@@ -91,5 +90,4 @@ def _peak_memory(device: torch.device) -> float:
     """Return the most bytes this process held: of its GPU, else resident."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    return float(peak_resident_bytes())

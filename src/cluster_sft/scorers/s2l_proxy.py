@@ -22,6 +22,7 @@ from cluster_sft import models, training
 from cluster_sft.artifacts import DATASET, SUMMARY, read_table, write_json, write_table
 from cluster_sft.checkpoints import WEIGHTS, snapshot_name
 from cluster_sft.errors import UserError
+from cluster_sft.heads import IGNORED
 from cluster_sft.rendering import Encoded, Rendered, Renderer, TemplateRefusal
 from cluster_sft.training_rows import plain_settings, write_subset
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from cluster_sft.params import Launch
     from cluster_sft.stage_params import S2lProxyParams
 
-IGNORED = -100
 BATCH = 512  # rows tokenised together; cannot change a result
 WITHOUT_CHAT = "alpaca"  # the template of the method's authors, for a proxy without one
 
