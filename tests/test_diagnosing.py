@@ -438,10 +438,10 @@ def validity_leaf(leaves, tiny_model_dir, tmp_path_factory) -> Path:
     return validate(leaves, tiny_model_dir, tmp_path_factory.mktemp("validity") / "out")
 
 
-def diagnose(leaves, validity: Path, out: Path, *, subset="subset") -> dict:
+def diagnose(leaves, validity: Path, out: Path, *, subset="subset", examples=2) -> dict:
     out.mkdir()
     diagnosing.run(
-        DiagnoseParams(examples=2, terms=4),
+        DiagnoseParams(examples=examples, terms=4),
         **{k: leaves[k] for k in ("dataset", "embeddings", "clusters")},
         subset=leaves[subset],
         validity=validity,
@@ -467,6 +467,16 @@ def test_stage_writes_numbers_tables_and_figures(diagnosed):
         "map.parquet",
         *(f"figures/{name}.svg" for name in drawn),
     }
+
+
+def test_examples_of_clusters_of_fewer_rows_than_twice_as_many_show_a_row_as_near_and_far(
+    leaves, validity_leaf, tmp_path
+):
+    diagnose(leaves, validity_leaf, tmp_path / "out", examples=8)
+    found = pl.read_csv(tmp_path / "out" / "examples.csv")
+    sizes = dict(found.group_by("cluster").len().iter_rows())
+    assert sizes == {0: 16, 1: 16, 2: 16}
+    assert found.filter(pl.col("cluster") == 1)["id"].n_unique() == 10
 
 
 def test_validity_states_the_passes_of_its_gradients(validity_leaf):

@@ -120,6 +120,8 @@ def read_inputs(dataset: Path, *, embeddings: Path, clusters: Path, subset: Path
 def read_rows(inputs: Clustered, rows: NDArray[np.int64], columns: list[str]) -> pl.DataFrame:
     """Read columns of some embedded rows of dataset.parquet, in the order of `rows`.
 
+    A row may be asked for twice: in a small cluster it is both near and far.
+
     Raises:
         UserError: the data are damaged or lack one of the rows.
     """
@@ -128,7 +130,7 @@ def read_rows(inputs: Clustered, rows: NDArray[np.int64], columns: list[str]) ->
     wanted = pl.DataFrame({"id": inputs.ids[rows]})
     scan = pl.scan_parquet(path).select("id", *columns)
     found = scan.join(wanted.lazy(), on="id", how="semi").collect()
-    if len(found) < len(wanted):
+    if len(found) < wanted["id"].n_unique():
         raise UserError(f"{path}: lacks rows of the embeddings; both must come from one run")
     return wanted.join(found, on="id", how="left", maintain_order="left")
 
