@@ -260,3 +260,12 @@ def test_build_batch_reads_back_the_datasets_rows(tiny_dataset, tmp_path):
     targets = [t for r in (30, 2, 11) for t in rows["labels"][r].to_list()[1:] if t != -100]
     assert batch.targets.tolist() == targets == flat[batch.positions + 1].tolist()
     assert batch.n_tokens.tolist() == [rows["n_response_tokens"][r] for r in (30, 2, 11)]
+
+
+def test_token_store_that_is_whole_is_neither_written_nor_read_for_again(tiny_dataset, tmp_path):
+    scratch = tmp_path / "new" / "scratch"
+    token_batches.pack_tokens(tiny_dataset / "dataset.parquet", scratch)
+    before = [(scratch / name).read_bytes() for name in token_batches.FLAT]
+    token_batches.pack_tokens(tmp_path / "no-such.parquet", scratch)
+    token_batches.write_tokens((pytest.fail("a row was asked for") for _ in range(1)), scratch)
+    assert [(scratch / name).read_bytes() for name in token_batches.FLAT] == before

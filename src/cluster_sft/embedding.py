@@ -26,7 +26,7 @@ from cluster_sft.artifacts import SUMMARY, read_table, write_json, write_table
 from cluster_sft.errors import UserError
 from cluster_sft.partial_results import Results
 from cluster_sft.proxy import proxies_at
-from cluster_sft.token_batches import OFFSETS, Batch, open_tokens, pack_tokens, plan_batches
+from cluster_sft.token_batches import Batch, open_tokens, pack_tokens, plan_batches
 
 if TYPE_CHECKING:
     from cluster_sft.params import Launch
@@ -50,9 +50,7 @@ def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch:
     ids = read_table(dataset, "dataset.parquet", ["id"])["id"]
     if not len(ids):
         raise UserError(f"{dataset}: dataset.parquet has no rows; there is nothing to embed")
-    scratch.mkdir(parents=True, exist_ok=True)
-    if not (scratch / OFFSETS).is_file():
-        pack_tokens(dataset / "dataset.parquet", scratch)
+    pack_tokens(dataset / "dataset.parquet", scratch)
     model = str(models.local_path(params.model))
     arrays = result_arrays(len(ids), models.head_width(model))
     results = Results.create(scratch, arrays)

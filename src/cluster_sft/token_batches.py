@@ -105,12 +105,14 @@ def pack_tokens(dataset: Path, folder: Path) -> None:
     """Copy columns input_ids and labels of a Parquet file to flat files in `folder`, in blocks.
 
     A length-sorted batch needs rows from anywhere in the data, which Parquet does not give without
-    reading it whole.
+    reading it whole. A folder that an earlier call has filled is left as it is.
 
     Raises:
         UserError: the file is damaged, lacks a column, or a row's labels and tokens differ in
             number.
     """
+    if _is_whole(folder):
+        return
     lengths: list[np.ndarray] = []
     try:
         with (folder / FLAT[0]).open("wb") as ids, (folder / FLAT[1]).open("wb") as labels:
@@ -136,9 +138,11 @@ def write_tokens(rows: Iterable[tuple[np.ndarray, np.ndarray]], folder: Path) ->
     """Write rows that no Parquet file holds, as `pack_tokens` does.
 
     Args:
-        rows: input_ids and labels of each, int (T,).
+        rows: input_ids and labels of each, int (T,); not asked for if the folder is filled.
         folder: where to write.
     """
+    if _is_whole(folder):
+        return
     lengths = [0]
     with (folder / FLAT[0]).open("wb") as ids, (folder / FLAT[1]).open("wb") as labels:
         for row in rows:
@@ -146,6 +150,12 @@ def write_tokens(rows: Iterable[tuple[np.ndarray, np.ndarray]], folder: Path) ->
                 file.write(np.asarray(values, np.int32).tobytes())
             lengths.append(len(row[0]))
     _save_offsets(folder, np.array(lengths))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Say whether the folder, made here if it is missing, holds a token store."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / OFFSETS).is_file()
 
 
 def _save_offsets(folder: Path, lengths: np.ndarray) -> None:

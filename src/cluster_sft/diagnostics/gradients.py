@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from cluster_sft.heads import head_inputs, head_is_exact, logit_transform
+from cluster_sft.heads import IGNORED, head_inputs, head_is_exact, logit_transform
 from cluster_sft.objective import RowLoss
 from cluster_sft.token_batches import Batch, TokenStore, build_batch, plan_batches
 
@@ -174,7 +174,7 @@ def sketch_gradients(
 
 
 def _labels(batch: Batch) -> Tensor:
-    labels = torch.full_like(batch.input_ids, -100)
+    labels = torch.full_like(batch.input_ids, IGNORED)
     labels.flatten()[batch.positions + 1] = batch.targets
     return labels
 

@@ -22,7 +22,7 @@ from cluster_sft.heads import IGNORED
 from cluster_sft.preparation import context_length
 from cluster_sft.rendering import Renderer, TemplateRefusal
 from cluster_sft.scorers._less_features import write_features
-from cluster_sft.token_batches import OFFSETS, pack_tokens
+from cluster_sft.token_batches import write_tokens
 from cluster_sft.yaml_files import read_mapping
 
 if TYPE_CHECKING:
@@ -49,12 +49,9 @@ def write_targets(
         UserError: a defect of the file, or none of its examples can be used.
     """
     meter = costs.start()
-    scratch.mkdir(parents=True, exist_ok=True)
     path = Path(params.targets)
     rows = _heldout(dataset, path) if _is_split(path) else _rendered(params, path)
-    if not (scratch / OFFSETS).is_file():
-        rows.write_parquet(scratch / "targets.parquet")
-        pack_tokens(scratch / "targets.parquet", scratch)
+    write_tokens(zip(rows["input_ids"].to_list(), rows["labels"].to_list(), strict=True), scratch)
     write_features(
         params,
         rows.select("id", SUBTASK),

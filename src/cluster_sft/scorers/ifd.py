@@ -24,16 +24,16 @@ import pyarrow.parquet as pq
 from cluster_sft import costs, models
 from cluster_sft.artifacts import SUMMARY, read_json, read_table
 from cluster_sft.errors import UserError
+from cluster_sft.heads import IGNORED
 from cluster_sft.rendering import Renderer
 from cluster_sft.row_losses import Pass, row_losses
 from cluster_sft.score_files import write_scored
-from cluster_sft.token_batches import OFFSETS, write_tokens
+from cluster_sft.token_batches import write_tokens
 
 if TYPE_CHECKING:
     from cluster_sft.params import Launch
     from cluster_sft.stage_params import IfdParams
 
-IGNORED = -100
 READ_ROWS = 1024
 Text = tuple[np.ndarray, np.ndarray]  # input_ids and labels
 
@@ -55,9 +55,7 @@ def run(params: IfdParams, *, dataset: Path, out: Path, scratch: Path, launch: L
     ids = read_table(dataset, "dataset.parquet", ["id"])["id"]
     if not len(ids):
         raise UserError(f"{dataset}: dataset.parquet has no rows; there is nothing to score")
-    scratch.mkdir(parents=True, exist_ok=True)
-    if not (scratch / OFFSETS).is_file():
-        write_tokens(_texts(dataset, params.model), scratch)
+    write_tokens(_texts(dataset, params.model), scratch)
     losses = row_losses(
         scratch,
         [Pass(scratch)],

@@ -11,7 +11,7 @@ from cluster_sft import costs
 from cluster_sft.artifacts import read_table
 from cluster_sft.errors import UserError
 from cluster_sft.scorers._less_features import write_features
-from cluster_sft.token_batches import OFFSETS, pack_tokens
+from cluster_sft.token_batches import pack_tokens
 
 if TYPE_CHECKING:
     from cluster_sft.params import Launch
@@ -36,9 +36,7 @@ def run(
     ids = read_table(dataset, "dataset.parquet", ["id"])
     if ids.is_empty():
         raise UserError(f"{dataset}: dataset.parquet has no rows; there is nothing to score")
-    scratch.mkdir(parents=True, exist_ok=True)
-    if not (scratch / OFFSETS).is_file():
-        pack_tokens(dataset / "dataset.parquet", scratch)
+    pack_tokens(dataset / "dataset.parquet", scratch)
     write_features(
         params,
         ids.with_columns(subtask=pl.lit(None, pl.String)),

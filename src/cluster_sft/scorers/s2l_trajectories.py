@@ -23,7 +23,7 @@ from cluster_sft.artifacts import (
     write_table,
 )
 from cluster_sft.row_losses import Pass, row_losses
-from cluster_sft.token_batches import OFFSETS, pack_tokens
+from cluster_sft.token_batches import pack_tokens
 
 if TYPE_CHECKING:
     from cluster_sft.params import Launch
@@ -55,9 +55,7 @@ def run(
     meter = costs.start()
     source = proxy if (proxy / "dataset.parquet").is_file() else dataset
     ids = read_table(source, "dataset.parquet", ["id"])
-    scratch.mkdir(parents=True, exist_ok=True)
-    if not (scratch / OFFSETS).is_file():
-        pack_tokens(source / "dataset.parquet", scratch)
+    pack_tokens(source / "dataset.parquet", scratch)
     snapshots = read_json(proxy / SUMMARY)["snapshots"]
     losses = row_losses(
         scratch,
