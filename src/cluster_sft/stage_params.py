@@ -26,19 +26,35 @@ from cluster_sft.params import (
 )
 
 
-class PrepareParams(Data):
-    """What prepare reads beside the source's bytes."""
+class Loaded(Section):
+    """The model as a stage runs it."""
 
     model: str
+    dtype: Dtype = "bf16"
+
+
+class Rendering(Section):
+    """How text becomes tokens."""
+
     template: str = "auto"
     max_length: PositiveInt | None = None
 
 
-class EmbedParams(Section):
-    """What embed reads beside the data."""
+class Projected(Loaded):
+    """Gradients of a model, projected: two leaves compare where all of this is equal."""
+
+    projection_dim: PositiveInt = 8192
+    seed: NonNegativeInt = 0
+
+
+class PrepareParams(Data, Rendering):
+    """What prepare reads beside the source's bytes."""
 
     model: str
-    dtype: Dtype = "bf16"
+
+
+class EmbedParams(Loaded):
+    """What embed reads beside the data."""
 
 
 class ClusterParams(ClusterRule):
@@ -47,50 +63,30 @@ class ClusterParams(ClusterRule):
     k: PositiveInt
 
 
-class IfdParams(Ifd):
+class IfdParams(Ifd, Loaded):
     """What IFD reads beside the data."""
 
-    model: str
-    dtype: Dtype = "bf16"
 
-
-class LessWarmupParams(Warmup):
+class LessWarmupParams(Warmup, Loaded):
     """What the warm-up of LESS reads beside the data."""
 
-    model: str
-    dtype: Dtype = "bf16"
 
-
-class LessParams(Section):
+class LessParams(Projected, Rendering):
     """What LESS's scores read beside the gradients: the target examples, projected alike."""
 
     targets: str = "data/heldout.yaml"
-    projection_dim: PositiveInt = 8192
-    seed: NonNegativeInt = 0
-    model: str
-    dtype: Dtype = "bf16"
-    template: str = "auto"
-    max_length: PositiveInt | None = None
 
 
-class LessGradientsParams(Section):
+class LessGradientsParams(Projected):
     """What the gradients of LESS's training rows read beside the data and the warm-up."""
 
     gradient: Literal["adam", "sgd", "sign"] = "adam"
-    projection_dim: PositiveInt = 8192
-    seed: NonNegativeInt = 0
-    model: str
-    dtype: Dtype = "bf16"
 
 
-class S2lProxyParams(S2lTraining):
+class S2lProxyParams(S2lTraining, Loaded, Rendering):
     """What S2L's proxy reads beside the data; the proxy's name resolved."""
 
     s2l_model: str
-    model: str
-    dtype: Dtype = "bf16"
-    template: str = "auto"
-    max_length: PositiveInt | None = None
 
 
 class S2lTrajectoriesParams(Section):
@@ -107,11 +103,8 @@ class S2lParams(Section):
     seed: NonNegativeInt = 0
 
 
-class ValidateParams(Validate):
+class ValidateParams(Validate, Loaded):
     """What validate reads beside embeddings and clusters."""
-
-    model: str
-    dtype: Dtype = "bf16"
 
 
 class DiagnoseParams(Describe):
