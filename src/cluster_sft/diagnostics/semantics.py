@@ -100,8 +100,8 @@ def category_agreement(
         sums of both counts.
     """
     frame = pl.DataFrame({"category": category_N, "cluster": label_N}).drop_nulls()
-    counts = frame.group_by("cluster", "category").len().sort("len", "category", descending=True)
-    counts = counts.sort(["cluster", "len", "category"], descending=[False, True, False])
+    counts = frame.group_by("cluster", "category").len()
+    counts = counts.sort("cluster", "len", "category", descending=[False, True, False])
     found: list[tuple[str, int, int] | None] = [None] * k
     for (cluster,), part in counts.group_by("cluster", maintain_order=True):
         category, rows = part["category"][0], int(part["len"][0])

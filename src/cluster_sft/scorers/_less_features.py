@@ -8,9 +8,10 @@ that decides whether two leaves can be compared.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -26,11 +27,11 @@ from cluster_sft.token_batches import open_tokens
 
 if TYPE_CHECKING:
     from cluster_sft.params import Launch
-    from cluster_sft.stage_params import LessGradientsParams, LessParams
+    from cluster_sft.stage_params import Projected
 
 
 def write_features(
-    params: LessGradientsParams | LessParams,
+    params: Projected,
     rows: pl.DataFrame,
     *,
     label: str,
@@ -60,53 +61,79 @@ def write_features(
         UserError: as `compute_features`, or no row has a gradient.
     """
     warmed = read_json(warmup / SUMMARY)
-    folders = [warmup / c["folder"] for c in warmed["checkpoints"]]
-    parameters = _shapes(folders[0])
-    job = {
-        "label": label,
-        "model": str(models.local_path(params.model)),
-        "dtype": params.dtype,
-        "lora": warmed["lora"],
-        "folders": [str(f.resolve()) for f in folders],
-        "size": sum(int(np.prod(shape)) for _, shape in parameters),
-        "gradient": gradient,
-        "seed": params.seed,
-        "tokens": str(tokens.resolve()),
-        "scratch": str(scratch.resolve()),
-    }
+    identity = _identity(params, warmed, warmup, gradient=gradient)
+    job = _job(params, warmed, warmup, size=identity["n_parameters"])
+    job |= {"label": label, "gradient": gradient}
+    job |= {"tokens": str(tokens.resolve()), "scratch": str(scratch.resolve())}
+    checkpoints = len(warmed["checkpoints"])
     results, facts = compute_features(
-        job, columns=params.projection_dim, checkpoints=len(folders), launch=launch
+        job, columns=params.projection_dim, checkpoints=checkpoints, launch=launch
     )
-    store = open_tokens(tokens)
-    rows = rows.with_columns(_reasons(results, rows, label))
-    _blank(results, rows["reason"].is_not_null().to_numpy())
-    write_table(out, "gradients.parquet", rows)
-    for number, found in enumerate(results, start=1):
-        found.move("features", np.arange(len(rows)), out / f"features-{number}.npy")
-    passes = len(rows) * len(folders)
+    excluded = _write_rows(results, rows, out, label=label)
+    passes = len(rows) * checkpoints
     cost = meter.stop(
         out,
         forward_passes=passes,
         backward_passes=passes,
-        tokens=int(store.lengths.sum()) * len(folders),
+        tokens=int(open_tokens(tokens).lengths.sum()) * checkpoints,
         peak_memory_bytes=facts["peak_memory_bytes"],
     )
-    excluded = rows.drop_nulls("reason").group_by("reason").len().sort("reason")
     summary = {
         "rows": len(rows),
-        "excluded": dict(excluded.iter_rows()),
+        "excluded": excluded,
+        **identity,
+        "exact_head": facts["exact_head"],
+        "cost": {**cost, "seconds": cost["seconds"] + facts["seconds_before"]},
+    }
+    write_json(out / SUMMARY, summary)
+
+
+def _identity(
+    params: Projected, warmed: Mapping[str, Any], warmup: Path, *, gradient: str
+) -> dict[str, Any]:
+    """Return what must be equal for two leaves to be compared, and what their gradients are."""
+    folders = _folders(warmed, warmup)
+    parameters = _shapes(folders[0])
+    return {
         "gradient": gradient,
         "dtype": params.dtype,
         "projection_dim": params.projection_dim,
         "projection_seed": params.seed,
         "parameters": parameters,
-        "n_parameters": job["size"],
+        "n_parameters": sum(math.prod(shape) for _, shape in parameters),
         "warmup": [_digest(f / WEIGHTS) for f in folders],
         "weights": checkpoint_weights([c["learning_rate"] for c in warmed["checkpoints"]]),
-        "exact_head": facts["exact_head"],
-        "cost": {**cost, "seconds": cost["seconds"] + facts["seconds_before"]},
     }
-    write_json(out / SUMMARY, summary)
+
+
+def _job(
+    params: Projected, warmed: Mapping[str, Any], warmup: Path, *, size: int
+) -> dict[str, Any]:
+    """Return what of a job of `compute_features` its model, warm-up and projection decide."""
+    return {
+        "model": str(models.local_path(params.model)),
+        "dtype": params.dtype,
+        "lora": warmed["lora"],
+        "folders": [str(f.resolve()) for f in _folders(warmed, warmup)],
+        "size": size,
+        "seed": params.seed,
+    }
+
+
+def _folders(warmed: Mapping[str, Any], warmup: Path) -> list[Path]:
+    return [warmup / c["folder"] for c in warmed["checkpoints"]]
+
+
+def _write_rows(
+    results: Sequence[Results], rows: pl.DataFrame, out: Path, *, label: str
+) -> dict[str, int]:
+    """Write gradients.parquet and the features; return how many rows are left out, by reason."""
+    rows = rows.with_columns(_reasons(results, rows, label))
+    _blank(results, rows["reason"].is_not_null().to_numpy())
+    write_table(out, "gradients.parquet", rows)
+    for number, found in enumerate(results, start=1):
+        found.move("features", np.arange(len(rows)), out / f"features-{number}.npy")
+    return dict(rows.drop_nulls("reason").group_by("reason").len().sort("reason").iter_rows())
 
 
 def checkpoint_weights(rates: Sequence[float]) -> list[float]:

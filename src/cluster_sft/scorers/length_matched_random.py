@@ -5,11 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import polars as pl
-
-from cluster_sft import costs
-from cluster_sft.artifacts import read_table
-from cluster_sft.score_files import write_scored
+from cluster_sft.scorers._samples import write_column
 
 if TYPE_CHECKING:
     from cluster_sft.params import Launch, Section
@@ -21,6 +17,4 @@ def run(params: Section, *, embeddings: Path, out: Path, scratch: Path, launch: 
     Raises:
         UserError: samples.parquet is missing or damaged.
     """
-    meter = costs.start()
-    samples = read_table(embeddings, "samples.parquet", ["id", "n_tokens"])
-    write_scored(out, samples.select("id", score=pl.col("n_tokens")), meter=meter)
+    write_column("n_tokens", embeddings=embeddings, out=out)

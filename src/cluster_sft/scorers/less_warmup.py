@@ -16,6 +16,7 @@ from cluster_sft import training
 from cluster_sft.artifacts import SUMMARY, read_table, write_json
 from cluster_sft.checkpoints import snapshot_name
 from cluster_sft.errors import UserError
+from cluster_sft.scorers._steps import check_steps
 from cluster_sft.training_loop import TRAIN_LOG, read_log
 from cluster_sft.training_rows import plain_settings, write_subset
 
@@ -41,11 +42,13 @@ def run(
     subset = scratch / "subset"
     write_subset(subset, [ids[i] for i in chosen])
     steps = -(-len(chosen) // params.batch_size)
-    if steps * params.warmup_epochs == 1 and params.warmup_ratio:
-        raise UserError(
-            f"less-warmup: {len(chosen)} rows make a single step, whose learning rate is 0; lower "
-            "score.less.batch_size, or raise score.less.warmup_share or warmup_epochs"
-        )
+    check_steps(
+        steps * params.warmup_epochs,
+        warmup_ratio=params.warmup_ratio,
+        rows=len(chosen),
+        label="less-warmup",
+        remedy="lower score.less.batch_size, or raise score.less.warmup_share or warmup_epochs",
+    )
     settings = plain_settings(
         model=params.model,
         epochs=params.warmup_epochs,

@@ -24,6 +24,7 @@ from cluster_sft.checkpoints import WEIGHTS, snapshot_name
 from cluster_sft.errors import UserError
 from cluster_sft.heads import IGNORED
 from cluster_sft.rendering import Encoded, Rendered, Renderer, TemplateRefusal
+from cluster_sft.scorers._steps import check_steps
 from cluster_sft.training_rows import plain_settings, write_subset
 
 if TYPE_CHECKING:
@@ -54,7 +55,18 @@ def run(params: S2lProxyParams, *, dataset: Path, out: Path, scratch: Path, laun
     counts = read_table(source, "dataset.parquet", ["id", "n_response_tokens"])
     ids = counts.filter(pl.col("n_response_tokens") > 0)["id"].to_list()
     total = params.epochs * -(-len(ids) // params.batch_size)
-    _check(params, dataset, rows=len(ids), steps=total)
+    if not ids:
+        raise UserError(
+            f"{dataset}: no row supervises a token of {params.s2l_model!r} within its length; "
+            "choose another score.s2l.model or raise model.max_length"
+        )
+    check_steps(
+        total,
+        warmup_ratio=params.warmup_ratio,
+        rows=len(ids),
+        label="s2l-proxy",
+        remedy="lower score.s2l.batch_size or raise score.s2l.epochs",
+    )
     write_subset(scratch / "subset", ids)
     steps = snapshot_steps(total, params.checkpoints)
     facts = training.fit(
@@ -94,19 +106,6 @@ def _settings(params: S2lProxyParams) -> dict[str, Any]:
         seed=params.seed,
     )
     return {**plain, "scheduler": "cosine", "loss_reduction": "token"}
-
-
-def _check(params: S2lProxyParams, dataset: Path, *, rows: int, steps: int) -> None:
-    if not rows:
-        raise UserError(
-            f"{dataset}: no row supervises a token of {params.s2l_model!r} within its length; "
-            "choose another score.s2l.model or raise model.max_length"
-        )
-    if steps == 1 and params.warmup_ratio:
-        raise UserError(
-            f"s2l-proxy: {rows} rows make a single step, whose learning rate is 0; lower "
-            "score.s2l.batch_size or raise score.s2l.epochs"
-        )
 
 
 def _rendered(params: S2lProxyParams, dataset: Path) -> pl.DataFrame | None:
