@@ -142,8 +142,12 @@ def test_ifd_killed_run_resumes_and_ends_with_the_same_bits(
     process.wait()
     before = int(np.load(done).sum())
     assert 0 < before < 80
+    assert 0 < read_json(scratch / "seconds.json")["seconds"] < 200
+    write_json(scratch / "seconds.json", {"seconds": 1000.0})
     out = score(tiny_model_dir, dataset, tmp_path / "again")
-    assert read_json(out / "summary.json")["resumed_tokens"] > 0
+    summary = read_json(out / "summary.json")
+    assert summary["resumed_tokens"] > 0
+    assert 1000 < summary["cost"]["seconds"] < 1200
     assert read_scores(out).equals(read_scores(scored))
 
 

@@ -13,7 +13,14 @@ from safetensors.torch import load_file
 
 from cluster_sft import training
 from cluster_sft.adapters import add_adapter, load_weights
-from cluster_sft.artifacts import read_array, read_json, read_scores, read_table, write_table
+from cluster_sft.artifacts import (
+    read_array,
+    read_json,
+    read_scores,
+    read_table,
+    write_json,
+    write_table,
+)
 from cluster_sft.errors import UserError
 from cluster_sft.models import load_model
 from cluster_sft.params import Launch
@@ -431,8 +438,10 @@ def test_gradient_features_interrupted_go_on_and_end_with_the_same_bits(
     scratch = tmp_path / "scratch"
     with pytest.raises(KeyboardInterrupt):
         run(less_gradients, params, tmp_path / "killed", scratch=scratch, **leaves)
+    write_json(scratch / "seconds.json", {"seconds": 1000.0})
     again = run(less_gradients, params, tmp_path / "again", scratch=scratch, **leaves)
     assert len(calls) == 8 + 3
+    assert 1000 < read_json(again / "summary.json")["cost"]["seconds"] < 1200
     for number in (1, 2):
         name = f"features-{number}.npy"
         assert (again / name).read_bytes() == (whole / name).read_bytes()

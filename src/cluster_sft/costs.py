@@ -24,6 +24,7 @@ class Meter:
         tokens: int = 0,
         peak_memory_bytes: int | None = None,
         still_to_store: int = 0,
+        earlier_seconds: float = 0.0,
     ) -> dict[str, float]:
         """Return the cost of the work, for the `cost` of its summary.json.
 
@@ -34,13 +35,14 @@ class Meter:
             tokens: of all forward passes, without padding.
             peak_memory_bytes: of the largest process; None for this one's.
             still_to_store: bytes that will join the payload after its summary.
+            earlier_seconds: of work that is not this clock's: of interrupted runs.
         """
         peak = peak_resident_bytes() if peak_memory_bytes is None else peak_memory_bytes
         return {
             "forward_passes": forward_passes,
             "backward_passes": backward_passes,
             "tokens": tokens,
-            "seconds": time.perf_counter() - self.started,
+            "seconds": earlier_seconds + time.perf_counter() - self.started,
             "peak_memory_bytes": peak,
             "bytes_stored": still_to_store
             + sum(p.stat().st_size for p in out.rglob("*") if p.is_file()),

@@ -56,18 +56,11 @@ def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch:
     results = Results.create(scratch, arrays)
     lengths = open_tokens(scratch).lengths
     resumed = int(lengths[results.done.astype(bool)].sum())
-    job = {
-        "label": "embed",
-        "model": model,
-        "dtype": params.dtype,
-        "arrays": list(arrays),
-        "scratch": str(scratch),
-        "tokens": str(scratch),
-        "batch_tokens": launch.batch_tokens,
-    }
-    inference.run_workers(
+    job = {"model": model, "dtype": params.dtype, "arrays": list(arrays)}
+    job |= {"scratch": str(scratch), "tokens": str(scratch), "batch_tokens": launch.batch_tokens}
+    earlier = inference.run_workers(
         "cluster_sft.embedding",
-        job,
+        {"label": "embed", **job},
         work,
         launch=launch,
         total=int(lengths.sum()),
@@ -83,13 +76,14 @@ def run(params: EmbedParams, *, dataset: Path, out: Path, scratch: Path, launch:
         tokens=tokens,
         peak_memory_bytes=workers["peak_memory_bytes"],
         still_to_store=len(kept) * results["embeddings"].shape[1] * 2,
+        earlier_seconds=earlier,
     )
     facts = {
         "tokens": tokens,
         "padding_share": plan_batches(lengths, launch.batch_tokens).padding,
         "processes": launch.processes,
         "seconds": cost["seconds"],
-        "tokens_per_second": (tokens - resumed) / cost["seconds"],
+        "tokens_per_second": tokens / cost["seconds"],
         "resumed_tokens": resumed,
         "cost": cost,
         **workers,

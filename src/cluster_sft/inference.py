@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from cluster_sft import launching, models
 from cluster_sft.artifacts import read_json, write_json
+from cluster_sft.clocks import Clock
 from cluster_sft.costs import peak_resident_bytes
 from cluster_sft.errors import UserError
 from cluster_sft.heads import head_is_exact
@@ -72,8 +73,10 @@ def run_workers(
     launch: Launch,
     total: int,
     done: Callable[[], int],
-) -> None:
+) -> float:
     """Run a job here, or in worker processes of `module`, under a progress bar of tokens.
+
+    Returns the seconds that interrupted runs had spent on results that this one found.
 
     Args:
         module: dotted name of the module whose main calls `work`.
@@ -84,12 +87,15 @@ def run_workers(
         done: returns how many of them are done.
     """
     use_gpu = launching.use_gpus(launch.processes)
+    clock = Clock(Path(job["scratch"]) / "seconds.json")
     with tqdm(total=total, desc=job["label"], unit="tok", unit_scale=True) as bar:
 
         def show() -> None:
-            bar.update(done() - bar.n)
+            if more := done() - bar.n:
+                bar.update(more)
+                clock.note()
 
-        show()
+        bar.update(done())
         bar.initial = bar.n
         if launch.processes > 1:
             launching.launch(
@@ -101,13 +107,14 @@ def run_workers(
                 scratch=Path(job["scratch"]),
                 on_poll=show,
             )
-            return
+            return clock.earlier
         threads = torch.get_num_threads()
         torch.set_num_threads(launch.threads or threads)
         try:
             work({**job, "processes": 1}, rank=0, on_flush=show)
         finally:
             torch.set_num_threads(threads)
+    return clock.earlier
 
 
 def compute(

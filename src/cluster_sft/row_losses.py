@@ -52,12 +52,14 @@ class Losses:
             row without any, infinite where the model's loss is not finite.
         tokens: that went through a model, all passes together.
         resumed_tokens: those of them that an earlier, interrupted run had computed.
+        earlier_seconds: that it took for them.
         peak_memory_bytes: of the largest process.
     """
 
     nll: list[np.ndarray]
     tokens: int
     resumed_tokens: int
+    earlier_seconds: float
     peak_memory_bytes: int
 
 
@@ -86,10 +88,7 @@ def row_losses(
         UserError: no such model, or weights that are not its own.
     """
     lengths = open_tokens(tokens).lengths
-    results = []
-    for one in passes:
-        one.folder.mkdir(parents=True, exist_ok=True)
-        results.append(Results.create(one.folder, {"nll": ((len(lengths),), np.float32)}))
+    results = [_results(one.folder, len(lengths)) for one in passes]
 
     def done() -> int:
         return sum(int(lengths[r.done.astype(bool)].sum()) for r in results)
@@ -105,7 +104,7 @@ def row_losses(
         "batch_tokens": launch.batch_tokens,
         "passes": [[str(p.folder.resolve()), str(p.weights or "")] for p in passes],
     }
-    inference.run_workers(
+    earlier = inference.run_workers(
         "cluster_sft.row_losses",
         job,
         work,
@@ -119,8 +118,14 @@ def row_losses(
         nll=[np.array(r["nll"]) for r in results],
         tokens=int(lengths.sum()) * len(passes),
         resumed_tokens=resumed,
+        earlier_seconds=earlier,
         peak_memory_bytes=max(f["peak_memory_bytes"] for f in facts),
     )
+
+
+def _results(folder: Path, rows: int) -> Results:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Results.create(folder, {"nll": ((rows,), np.float32)})
 
 
 def work(job: dict[str, Any], *, rank: int, on_flush: Callable[[], None] = lambda: None) -> None:

@@ -24,6 +24,7 @@ def write_scored(
     backward_passes: int = 0,
     tokens: int = 0,
     peak_memory_bytes: int | None = None,
+    earlier_seconds: float = 0.0,
 ) -> None:
     """Write scores.parquet, sorted by id, and summary.json.
 
@@ -39,6 +40,7 @@ def write_scored(
         backward_passes: as in `Meter.stop`.
         tokens: as in `Meter.stop`.
         peak_memory_bytes: as in `Meter.stop`.
+        earlier_seconds: as in `Meter.stop`.
     """
     if "reason" not in frame.columns:
         frame = frame.with_columns(reason=pl.lit(None, pl.String))
@@ -57,6 +59,7 @@ def write_scored(
         backward_passes=backward_passes,
         tokens=tokens,
         peak_memory_bytes=peak_memory_bytes,
+        earlier_seconds=earlier_seconds,
     )
     summary = {
         "scored": len(score_N),

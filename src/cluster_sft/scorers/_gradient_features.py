@@ -11,7 +11,6 @@ Legend: N rows, B rows of a group, D trainable parameters, k dimensions of the p
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from cluster_sft import inference, launching, models
 from cluster_sft.adapters import add_adapter, load_weights
-from cluster_sft.artifacts import read_json, write_json
+from cluster_sft.artifacts import write_json
 from cluster_sft.checkpoints import MOMENTS, WEIGHTS
 from cluster_sft.costs import peak_resident_bytes
 from cluster_sft.errors import UserError
@@ -73,8 +72,7 @@ def compute_features(
         folder = _folder(scratch, number)
         folder.mkdir(parents=True, exist_ok=True)
         results.append(Results.create(folder, shapes))
-    clocks = [read_json(path)["seconds"] for path in scratch.glob("seconds-*.json")]
-    inference.run_workers(
+    earlier = inference.run_workers(
         "cluster_sft.scorers._gradient_features",
         {
             **job,
@@ -90,7 +88,7 @@ def compute_features(
     )
     assert all(r.done.all() for r in results), "a group was given to no process"
     facts = inference.worker_facts(scratch, launch.processes)
-    return results, {**facts, "seconds_before": max(clocks, default=0.0)}
+    return results, {**facts, "earlier_seconds": earlier}
 
 
 def work(job: dict[str, Any], *, rank: int, on_flush: Callable[[], None] = lambda: None) -> None:
@@ -107,13 +105,7 @@ def work(job: dict[str, Any], *, rank: int, on_flush: Callable[[], None] = lambd
     todo = [[rows for rows in groups if not r.done[rows].all()] for r in results]
     facts: dict[str, Any] = {"exact_head": True}
     if any(todo):
-        tick = _clock(scratch / f"seconds-{rank}.json")
-
-        def flushed() -> None:
-            tick()
-            on_flush()
-
-        writers = [Writer(r, flushed) for r in results]
+        writers = [Writer(r, on_flush) for r in results]
         try:
             facts = _compute(job, store, todo, writers, device)
         except torch.OutOfMemoryError as error:
@@ -249,19 +241,6 @@ def _first_supervised(store: TokenStore, rows: np.ndarray) -> int | None:
 
 def _folder(scratch: Path, number: int) -> Path:
     return scratch / f"checkpoint-{number}"
-
-
-def _clock(path: Path) -> Callable[[], None]:
-    """Return what writes to `path` the seconds spent so far, those before a kill included."""
-    before = read_json(path)["seconds"] if path.is_file() else 0.0
-    started = time.perf_counter()
-
-    def tick() -> None:
-        beside = path.with_suffix(".partial")
-        write_json(beside, {"seconds": before + time.perf_counter() - started})
-        beside.replace(path)
-
-    return tick
 
 
 if __name__ == "__main__":

@@ -77,13 +77,14 @@ def write_features(
         backward_passes=passes,
         tokens=int(open_tokens(tokens).lengths.sum()) * checkpoints,
         peak_memory_bytes=facts["peak_memory_bytes"],
+        earlier_seconds=facts["earlier_seconds"],
     )
     summary = {
         "rows": len(rows),
         "excluded": excluded,
         **identity,
         "exact_head": facts["exact_head"],
-        "cost": {**cost, "seconds": cost["seconds"] + facts["seconds_before"]},
+        "cost": cost,
     }
     write_json(out / SUMMARY, summary)
 

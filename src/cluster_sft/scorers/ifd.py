@@ -83,6 +83,7 @@ def run(params: IfdParams, *, dataset: Path, out: Path, scratch: Path, launch: L
         forward_passes=2 * len(ids),
         tokens=losses.tokens,
         peak_memory_bytes=losses.peak_memory_bytes,
+        earlier_seconds=losses.earlier_seconds,
     )
 
 

@@ -43,10 +43,10 @@ def run(
     Raises:
         UserError: a defect of the targets' file, or gradients of another warm-up or projection.
     """
-    meter = costs.start()
     targets = out / "targets"
     targets.mkdir()
     write_targets(params, dataset, warmup=warmup, out=targets, scratch=scratch, launch=launch)
+    meter = costs.start()  # the targets have a clock of their own
     facts, theirs = read_json(gradients / SUMMARY), read_json(targets / SUMMARY)
     if other := [key for key in SAME if facts[key] != theirs[key]]:
         raise UserError(
@@ -75,6 +75,7 @@ def run(
         meter=meter,
         facts=_facts(subtasks, scores, rows["reason"].is_null().to_numpy()),
         **{name: theirs["cost"][name] for name in SPENT},
+        earlier_seconds=theirs["cost"]["seconds"],
     )
 
 

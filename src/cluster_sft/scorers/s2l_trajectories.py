@@ -78,6 +78,7 @@ def run(
         forward_passes=len(ids) * len(snapshots),
         tokens=losses.tokens,
         peak_memory_bytes=losses.peak_memory_bytes,
+        earlier_seconds=losses.earlier_seconds,
     )
     summary = {
         "steps": [s["step"] for s in snapshots],
