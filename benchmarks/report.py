@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import matplotlib as mpl
-from matplotlib.figure import Figure
 
 from benchmarks import measuring
 from benchmarks.cells import cell, gigabytes, table
+from benchmarks.growth import draw_growth
 from benchmarks.targets import Result, targets
 
 DOCS = measuring.ROOT / "docs"
@@ -125,6 +123,18 @@ def _clustering(result: Result) -> Iterator[str]:
         "all that is read before and after. *a whole fit* is `constrained_kmeans` with its four "
         "restarts on a sample, until 1e-4 of the labels change.\n"
     )
+    yield _iterations(result)
+    if result["seedings"]:
+        yield from _seedings(result)
+    yield "\nA pass over all rows beside reading them, in one process, in turn.\n"
+    yield _passes(result)
+    yield "\nOne assignment from nothing known, beside POT's network simplex (alpha = 1.2).\n"
+    yield _assignments(result)
+    yield "\nGrowth over N at K = 4, alpha = 1.2: the whole fit, and one iteration.\n"
+    yield _growth(result)
+
+
+def _iterations(result: Result) -> str:
     rows = []
     for c in result["iterations"]:
         for arm, a in c["arms"].items():
@@ -149,25 +159,29 @@ def _clustering(result: Result) -> Iterator[str]:
         *("data", "K", "alpha", "arm", "assignments", "s an iteration", "inertia", "peak"),
         "ours is faster, times",
     ]
-    yield table(heads, rows, words=4)
-    if result["seedings"]:
-        yield (
-            "\nNo other assignment is cheaper for the same centres, yet iterations that assign "
-            "differently part ways and may end in either the higher or the lower local optimum: so "
-            "can inertia from equal centres, and that of a whole fit. The signs over seedings: our "
-            "inertia over that of k-means-constrained, less 1, both from equal centres until no "
-            "label changes (at most 100 assignments).\n"
-        )
-        rows = [
-            [
-                *(s["data"], f"{s['n']:,}", str(s["k"]), str(len(gaps := s["gap"]["values"]))),
-                *(str(sum(g < -1e-9 for g in gaps)), str(sum(g > 1e-9 for g in gaps))),
-                f"{s['gap']['median']:+.1e} ({s['gap']['min']:+.1e} to {s['gap']['max']:+.1e})",
-            ]
-            for s in result["seedings"]
+    return table(heads, rows, words=4)
+
+
+def _seedings(result: Result) -> Iterator[str]:
+    yield (
+        "\nNo other assignment is cheaper for the same centres, yet iterations that assign "
+        "differently part ways and may end in either the higher or the lower local optimum: so "
+        "can inertia from equal centres, and that of a whole fit. The signs over seedings: our "
+        "inertia over that of k-means-constrained, less 1, both from equal centres until no "
+        "label changes (at most 100 assignments).\n"
+    )
+    rows = [
+        [
+            *(s["data"], f"{s['n']:,}", str(s["k"]), str(len(gaps := s["gap"]["values"]))),
+            *(str(sum(g < -1e-9 for g in gaps)), str(sum(g > 1e-9 for g in gaps))),
+            f"{s['gap']['median']:+.1e} ({s['gap']['min']:+.1e} to {s['gap']['max']:+.1e})",
         ]
-        yield table(["data", "N", "K", "seedings", "lower", "higher", "median"], rows)
-    yield "\nA pass over all rows beside reading them, in one process, in turn.\n"
+        for s in result["seedings"]
+    ]
+    yield table(["data", "N", "K", "seedings", "lower", "higher", "median"], rows)
+
+
+def _passes(result: Result) -> str:
     rows = [
         [
             f"{p['n']:,}",
@@ -180,8 +194,10 @@ def _clustering(result: Result) -> Iterator[str]:
         for p in result["passes"]
     ]
     heads = ["N", "K", "reading, ms", "GB/s", "distances, times that", "first pass, times that"]
-    yield table(heads, rows)
-    yield "\nOne assignment from nothing known, beside POT's network simplex (alpha = 1.2).\n"
+    return table(heads, rows)
+
+
+def _assignments(result: Result) -> str:
     rows = [
         [
             *(f"{a['n']:,}", str(a["k"]), cell(a["ours_seconds"], 4)),
@@ -190,8 +206,10 @@ def _clustering(result: Result) -> Iterator[str]:
         ]
         for a in result["assignments"]
     ]
-    yield table(["N", "K", "ours, s", "POT, s", "times"], rows)
-    yield "\nGrowth over N at K = 4, alpha = 1.2: the whole fit, and one iteration.\n"
+    return table(["N", "K", "ours, s", "POT, s", "times"], rows)
+
+
+def _growth(result: Result) -> str:
     rows = [
         [
             *(f"{g['n']:,}", cell(g["fit_seconds"]), gigabytes(g["fit_resident_bytes"])),
@@ -202,7 +220,7 @@ def _clustering(result: Result) -> Iterator[str]:
         for g in result["growth"]
     ]
     heads = ["N", "fit, s", "peak", "s an iteration", "k-means-constrained, s", "its peak"]
-    yield table(heads, rows)
+    return table(heads, rows)
 
 
 def _out_of_core(result: Result) -> Iterator[str]:
@@ -258,43 +276,3 @@ def _conditions(name: str, result: Result) -> Iterator[str]:
         f"{gigabytes(m['memory_bytes'])}, {m['system']}, Python {m['python']}, load "
         f"{m['load']:.1f} at the end; {versions}.*\n"
     )
-
-
-def draw_growth(found: dict[str, Result], path: Path) -> Path | None:
-    """Draw the time of each stage over N, both on logarithmic axes; None without any result."""
-    lines: dict[str, list[tuple[int, float]]] = {}
-    if result := found.get("embedding"):
-        lines["embed, tiny model"] = _line(result["growth"], "seconds")
-    if result := found.get("clustering"):
-        lines["cluster, whole fit"] = _line(result["growth"], "fit_seconds")
-        lines["cluster, an iteration"] = _line(result["growth"], "per_iteration")
-        if "peer_per_iteration" in result["growth"][0]:
-            lines["k-means-constrained, an iteration"] = _line(
-                result["growth"], "peer_per_iteration"
-            )
-        four = [a for a in result["assignments"] if a["k"] == 4]
-        lines["assignment alone"] = _line(four, "ours_seconds")
-        if "pot_seconds" in four[0]:
-            lines["POT, assignment alone"] = _line(four, "pot_seconds")
-    if result := found.get("selection"):
-        chosen = [
-            p for p in result["points"] if (p["part"], p["strategy"]) == ("choice", "cluster")
-        ]
-        lines["select"] = _line(chosen, "seconds")
-    if not lines:
-        return None
-    with mpl.rc_context({"svg.hashsalt": "benchmarks", "svg.fonttype": "none", "font.size": 10}):
-        figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-        axes = figure.subplots()
-        for name, points in lines.items():
-            peer = name.startswith(("k-means", "POT"))
-            axes.plot(*zip(*points, strict=True), "--s" if peer else "-o", label=name, markersize=4)
-        axes.set(xscale="log", yscale="log", xlabel="rows N", ylabel="seconds")
-        axes.grid(alpha=0.3)
-        figure.legend(loc="outside right upper", frameon=False)
-        figure.savefig(path, metadata={"Date": None})
-    return path
-
-
-def _line(points: Sequence[Result], name: str) -> list[tuple[int, float]]:
-    return [(p["n"], p[name]["median"]) for p in points]
