@@ -179,6 +179,10 @@ class Workspace:
             n = sum(SIZES)
             seconds = 30.0 * (forward + 2 * backward) + 1
             write_json(path / "summary.json", {"cost": cost(forward * n, backward * n, seconds)})
+            if step == "less":
+                (path / "targets").mkdir()
+                frame = pl.DataFrame({"id": ["target"], "subtask": None, "reason": None})
+                write_table(path / "targets", "gradients.parquet", frame)
         return path
 
     def _select(self, slug: str, strategy: str, ratio: float, sizes: tuple[int, ...]) -> Path:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
+from scipy import stats
 
-from cluster_sft.report import caveats, comparison, headline, overview, tables
+from cluster_sft.artifacts import read_json, write_json, write_table
+from cluster_sft.report import caveats, comparison, headline, overview, publication, tables
 from cluster_sft.report.points import METRICS
 from cluster_sft.report.results import collect
 from report_leaves import Workspace
@@ -94,7 +98,20 @@ def test_perfect_score_on_few_items_does_not_beat_a_near_perfect_one(workspace):
 def test_interval_of_a_share_is_wilsons(correct, low, high):
     p = correct / 8
     estimate = comparison.Estimate(p, math.sqrt(p * (1 - p) / 8), 8, None)
-    assert comparison.interval(BASE_PASS, estimate) == pytest.approx((low, high), abs=1e-4)
+    group = comparison.Group("cluster", 0.5, {}, (0,), {}, {BASE_PASS.name: estimate})
+    assert comparison.interval(BASE_PASS, group) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_interval_over_two_seeds_that_disagree_is_wider_than_a_normal_one(workspace):
+    points = [workspace.point("random", seed=i, shift=0.1 * i) for i in range(2)]
+    (group,) = collect(points).groups
+    estimate = group.estimates[NLL.name]
+    low, high = comparison.interval(NLL, group) or (0.0, 0.0)
+    assert estimate.stderr is not None and estimate.sd is not None
+    freedom = estimate.stderr**4 / (estimate.sd**2 / 2) ** 2
+    wide = stats.t.ppf(0.975, freedom) * estimate.stderr
+    assert (low, high) == pytest.approx((estimate.value - wide, estimate.value + wide))
+    assert wide > 2 * comparison.Z * estimate.stderr
 
 
 def test_best_is_marked_only_where_the_difference_exceeds_its_error(workspace):
@@ -159,3 +176,51 @@ def test_usual_clustering_gives_no_warning_on_usage_or_batch(workspace):
     found = " ".join(caveats.warnings(collect(points), overview.clusterings(points)))
     assert "balanced selection can use only" not in found
     assert "does not divide" not in found
+
+
+def test_token_gap_to_random_is_told_for_every_value_of_an_axis_that_random_ignores(workspace):
+    points = [workspace.point("random")]
+    for ranking, factor in (("peripheral", 1.5), ("core", 1.0)):
+        point = workspace.point("cluster", axes={"select.ranking": ranking})
+        assert point.train is not None
+        path = point.train / "summary.json"
+        facts = read_json(path)
+        write_json(path, {**facts, "train_tokens": facts["train_tokens"] * factor})
+        points.append(point)
+    found = [w for w in caveats.warnings(collect(points), []) if "equal compute" in w]
+    assert found == [
+        "cluster, ranking peripheral trained on 63% more tokens than random with the same number "
+        "of rows: equal rows are not equal compute."
+    ]
+
+
+def test_rows_above_one_that_ifd_had_to_take_are_told_once_a_subset(workspace):
+    points = [workspace.point("ifd", ratio=r, axes={"train.epochs": 1}) for r in (1, 0.5)]
+    points.append(replace(points[0], axes={"train.epochs": 2}))
+    assert points[0].select is not None
+    path = points[0].select / "summary.json"
+    write_json(path, {**read_json(path), "above_one": 12})
+    found = [w for w in caveats.warnings(collect(points), []) if "above 1" in w]
+    assert [w.split(" have")[0] for w in found] == ["ifd, r 1: 12 of 572 rows"]
+
+
+@pytest.mark.parametrize(("ids", "shared"), [(["00003", "00007", "x"], 2), (["x"], 0)])
+def test_held_out_rows_among_the_targets_of_less_are_told(workspace, ids, shared):
+    point = workspace.point("less", scored=True)
+    frame = pl.DataFrame({"id": ids, "subtask": None, "reason": None})
+    write_table(point.scores["less"] / "targets", "gradients.parquet", frame)
+    found = [w for w in caveats.warnings(collect([point]), []) if "targets" in w]
+    assert [w.split(" as")[0] for w in found] == (
+        [f"less was shown {shared} of 200 held-out rows"] if shared else []
+    )
+
+
+def test_intervals_of_one_draw_of_the_rows_say_so(workspace):
+    points = [workspace.point(s, seed=i) for s in ("cluster", "random") for i in range(2)]
+    results = collect(points)
+    (block,) = publication.loss_blocks(results)
+    assert comparison.drawn_once(results) and comparison.ONE_DRAW in block.note
+    points[0] = replace(points[0], select=workspace.point("cluster", ratio=1.0).select)
+    results = collect(points)
+    (block,) = publication.loss_blocks(results)
+    assert not comparison.drawn_once(results) and comparison.ONE_DRAW not in block.note

@@ -236,7 +236,7 @@ def draw_diversity(full: Array, selected: Array, batches: Mapping[str, Array]) -
         left.plot(place, full, "o", **hollow)
         left.plot(place, selected, "o", color=BLUE, markersize=6.5)
         known = [v for v in (*full, *selected) if np.isfinite(v)]
-        left.set_ylim(1, 1 + 1.35 * (max(known, default=1.1) - 1))  # 1: all rows alike
+        left.set_ylim(1, 1 + 1.35 * (max([1.001, *known]) - 1))  # 1: all rows alike
         _marks_legend(left, "selected rows", "all rows", BLUE)
         left.set_xticks(_ticks(k))
         left.set_xlim(-0.6, k - 0.4)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 import polars as pl
 
-from cluster_sft.artifacts import SUMMARY, read_json
+from cluster_sft.artifacts import SUMMARY, read_json, read_table
+from cluster_sft.report.comparison import pairs
 from cluster_sft.report.labels import label, show_count
 from cluster_sft.report.overview import Clustering, manifest_of
 from cluster_sft.report.points import Point, varying
@@ -25,6 +26,8 @@ def warnings(results: Results, clusterings: Sequence[Clustering]) -> list[str]:
         *_displaced_warnings(clusterings),
         *_remainder_warnings(results.points),
         *_token_warnings(results),
+        *_misled_warnings(results),
+        *_target_warnings(results),
         *_item_warnings(results),
     ]
 
@@ -78,23 +81,52 @@ def _remainder_warnings(points: Sequence[Point]) -> list[str]:
 def _token_warnings(results: Results) -> list[str]:
     """Warn where equal rows hide unequal tokens."""
     names = varying(results.groups)
-    found = []
-    by_setting: dict[tuple[Any, ...], dict[str, float]] = {}
-    for group in results.groups:
-        if group.costs["train_tokens"] is not None:
-            place = (group.ratio, tuple(group.axes.items()))
-            by_setting.setdefault(place, {})[group.strategy] = group.costs["train_tokens"]
-    for group in results.groups:
-        tokens = by_setting.get((group.ratio, tuple(group.axes.items())), {})
-        if group.strategy != "cluster" or not tokens.get("random"):
-            continue
-        gap = tokens["cluster"] / tokens["random"] - 1
+    found: dict[str, None] = {}
+    for group, control in pairs(results, "cluster", "random"):
+        mine, theirs = (g.costs["train_tokens"] for g in (group, control))
+        gap = mine / theirs - 1 if mine and theirs else 0.0
         if abs(gap) > TOKEN_GAP:
-            found.append(
+            line = (
                 f"{label(group, names)} trained on {abs(gap):.0%} {'more' if gap > 0 else 'fewer'} "
                 "tokens than random with the same number of rows: equal rows are not equal compute."
             )
-    return found
+            found[line] = None
+    return list(found)
+
+
+def _misled_warnings(results: Results) -> list[str]:
+    """Tell of subsets that IFD had to fill with rows above 1."""
+    names = [name for name in varying(results.groups) if not name.startswith("train.")]
+    found: dict[Path, str] = {}
+    for group in results.groups:
+        leaf = results.points[group.points[0]].select
+        summary = read_json(leaf / SUMMARY) if leaf is not None else {}
+        if leaf is not None and summary.get("above_one"):
+            found[leaf] = (
+                f"{label(group, names)}: {show_count(summary['above_one'])} of "
+                f"{show_count(summary['rows'])} rows have a score above 1, that is, their response "
+                "is likelier without the instruction; too few rows have a score up to 1."
+            )
+    return list(found.values())
+
+
+def _target_warnings(results: Results) -> list[str]:
+    """Warn where LESS chose rows for the very rows that the held-out loss is taken on."""
+    if not (results.scores["kind"] == "heldout").any():
+        return []
+    leaves = {p.scores["less"]: p.prepare for p in results.points if "less" in p.scores}
+    shared, total = 0, 0
+    for less, prepare in leaves.items():
+        targets = read_table(less / "targets", "gradients.parquet", ["id"])["id"]
+        held = read_table(prepare, "heldout.parquet", ["id"])["id"] if prepare else []
+        shared, total = shared + len(set(targets) & set(held)), total + len(held)
+    if not shared:
+        return []
+    return [
+        f"less was shown {show_count(shared)} of {show_count(total)} held-out rows as its targets, "
+        "no other method was: its held-out NLL is not a fair comparison. Name other examples in "
+        "score.less.targets."
+    ]
 
 
 def _item_warnings(results: Results) -> list[str]:

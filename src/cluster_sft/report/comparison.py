@@ -24,6 +24,10 @@ from cluster_sft.report.points import (
 from cluster_sft.report.results import Results
 
 REFERENCES = ("base", "full")  # outside the budget: shown, never ranked
+ONE_DRAW = (
+    "It is for these subsets: each was drawn once, and the luck of the draw (select.seed) is not "
+    "in it."
+)
 
 
 @dataclass(frozen=True)
@@ -75,29 +79,38 @@ def _spread(metric: Metric, estimate: Estimate) -> float | None:
     return max(estimate.stderr, math.sqrt(share * (1 - share) / (estimate.n + 2)))
 
 
-def interval(metric: Metric, estimate: Estimate) -> tuple[float, float] | None:
+def interval(metric: Metric, group: Group) -> tuple[float, float] | None:
     """Return the 95 % interval of a group's metric; None without a standard error.
 
-    Shares get Wilson's score interval (1927), widened where seeds or several suites make the
-    reported error larger than a plain binomial one.
+    Its quantile is that of `margin`. Shares get Wilson's score interval (1927), widened where seeds
+    or several suites make the reported error larger than a plain binomial one.
     """
+    estimate = group.estimates[metric.name]
     p, n, error = estimate.value, estimate.n, estimate.stderr
     if error is None:
         return None
+    half = margin(error, metric, [group])
     if not metric.is_share or not n:
-        return p - Z * error, p + Z * error
+        return p - half, p + half
+    z = half / error if error else Z
     binomial = p * (1 - p) / n
     if 0 < binomial < error**2:
         n = n * binomial / error**2
-    center = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
-    half = Z / (1 + Z**2 / n) * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
+    center = (p + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     return max(0.0, center - half), min(1.0, center + half)
 
 
 def against(
     results: Results, strategy: str, other: str, *, metrics: Sequence[Metric] = METRICS
 ) -> list[Difference]:
-    """Compare two strategies on every metric wherever they share ratio and axes.
+    """Compare two strategies on every metric wherever they share ratio and axes."""
+    found = [compare(results, a, b, m) for a, b in pairs(results, strategy, other) for m in metrics]
+    return [difference for difference in found if difference is not None]
+
+
+def pairs(results: Results, strategy: str, other: str) -> list[tuple[Group, Group]]:
+    """Return the groups of two strategies that share ratio and axes.
 
     Where `other` has one value of an axis, as `random` of the weights, it stands for all values.
     """
@@ -108,9 +121,7 @@ def against(
         for name in varying(results.groups)
         if name in ("ratio", CONFIGURATION) or len({setting(g, name) for g in theirs}) > 1
     ]
-    pairs = [(a, b) for a in mine for b in theirs if _comparable(a, b, names)]
-    found = [compare(results, a, b, metric) for a, b in pairs for metric in metrics]
-    return [difference for difference in found if difference is not None]
+    return [(a, b) for a in mine for b in theirs if _comparable(a, b, names)]
 
 
 def _comparable(a: Group, b: Group, names: Sequence[str]) -> bool:
@@ -144,3 +155,13 @@ def best(results: Results, metric: Metric) -> set[int]:
 def _budget(group: Group) -> tuple[object, ...]:
     """Return what groups must share for one of them to be the best of a column."""
     return (setting(group, CONFIGURATION), group.costs["rows"], setting(group, "train.epochs"))
+
+
+def drawn_once(results: Results) -> bool:
+    """Tell whether all points of every group train on one subset: their seeds are of training."""
+    drawn = [
+        {results.points[p].select for p in group.points}
+        for group in results.groups
+        if group.strategy not in REFERENCES
+    ]
+    return bool(drawn) and all(len(leaves) == 1 for leaves in drawn)

@@ -201,7 +201,7 @@ def _draw_metric(axes: Axes, metric: Metric, groups: Sequence[Group], *, values:
             continue
         colour, marker = looks[group.strategy]
         value = metric.scale * estimate.value
-        bounds = interval(metric, estimate)
+        bounds = interval(metric, group)
         if bounds:
             low, high = (metric.scale * bound for bound in bounds)
             axes.hlines(i, low, high, color=colour, linewidth=2.2, alpha=0.55)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster_sft.report import caveats, diagnoses, drawing, headline, overview, tables
-from cluster_sft.report.comparison import REFERENCES, against
+from cluster_sft.report.comparison import ONE_DRAW, REFERENCES, against, drawn_once
 from cluster_sft.report.diagnoses import Diagnosis
 from cluster_sft.report.figures import MAX_PANELS
 from cluster_sft.report.overview import Clustering
@@ -73,6 +73,7 @@ def render(
         results=tables.results_table(results),
         differences=tables.differences_table(results),
         paired=_paired(results),
+        draw=ONE_DRAW if drawn_once(results) else "",
         seeds=seeds,
         runs=tables.runs_table(results) if seeds else None,
         items=_items(results),

@@ -122,13 +122,15 @@ A value is bold only where it beats every other row of the same budget by more t
 {% if items %}Items: {{ items }}.{% endif %}
 </p>
 {% call figure("scores") %}
-Scores with 95% intervals (Wilson's for shares, normal for the NLL). Dashed: the untrained model.
+Scores with 95% intervals (Wilson's for shares, normal for the NLL
+{%- if seeds %}, with Student's quantile for what seeds add{% endif %}).
+Dashed: the untrained model.
 {% endcall %}
 {% if differences %}
 <h3>Difference to random</h3>
 {{ table(differences) }}
 <p class="note">
-\u00b1 is half of a 95% interval. \u25b2 better, \u25bc worse, \u2248 within the error.
+\u00b1 is half of a 95% interval. {{ draw }} \u25b2 better, \u25bc worse, \u2248 within the error.
 {% if paired %}
 {{ paired }}: compared item by item, which is sharper than the two separate errors suggest.
 {% endif %}

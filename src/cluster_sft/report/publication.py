@@ -10,7 +10,14 @@ from typing import Any
 import polars as pl
 
 from cluster_sft.report.benchmarks import benchmarks, by_benchmark, of_configuration, shown
-from cluster_sft.report.comparison import REFERENCES, Difference, against, best
+from cluster_sft.report.comparison import (
+    ONE_DRAW,
+    REFERENCES,
+    Difference,
+    against,
+    best,
+    drawn_once,
+)
 from cluster_sft.report.labels import axis_name, show, show_duration
 from cluster_sft.report.points import (
     CONFIGURATION,
@@ -101,7 +108,7 @@ def loss_blocks(results: Results) -> list[Block]:
             if rows:
                 title = f"{metric.title} minus {CONTROL}"
                 title += "" if name is None else f", {name}"
-                note = _loss_note(rows, metric)
+                note = _loss_note(rows, metric, one_draw=drawn_once(part))
                 found.append(Block(title, _losses(part, metric, rows), note))
     return found
 
@@ -140,12 +147,13 @@ def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", MINUS)
 
 
-def _loss_note(differences: Sequence[Difference], metric: Metric) -> str:
+def _loss_note(differences: Sequence[Difference], metric: Metric, *, one_draw: bool) -> str:
     paired = all(d.paired for d in differences)
     how = "row by row on the same rows" if paired else "not row by row: rows or seeds differ"
     return (
         f"Difference in {metric.unit}, compared {how}, averaged over seeds; negative is better. "
         "The interval covers the evaluated rows and, where there are several, the seeds. "
+        f"{ONE_DRAW + ' ' if one_draw else ''}"
         "\u25b2 better, \u25bc worse, \u2248 within the error."
     )
 

@@ -90,7 +90,7 @@ def _draw_axis(
     axes: Axes, metric: Metric, groups: Sequence[Group], axis: str, ticks: Mapping[Value, float]
 ) -> None:
     """Draw one metric against one axis."""
-    numeric = not any(isinstance(value, str | bool) for value in ticks)
+    numeric = is_numeric(groups, axis)
     ends: list[tuple[float, float, str, str]] = []
     mine = {g.strategy: [] for g in groups if metric.name in g.estimates}
     for group in groups:
