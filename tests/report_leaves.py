@@ -113,7 +113,7 @@ class Workspace:
             "displaced": 23,
             "usage_at_r1": k * min(sizes) / n,
         }
-        write_json(leaf / "summary.json", summary)
+        write_json(leaf / "summary.json", summary | {"cost": cost(0, 0, 2.0)})
         return leaf
 
     def point(
@@ -162,12 +162,11 @@ class Workspace:
         )
 
     def embed(self) -> Path:
-        """Return the leaf of embeddings, whose summary is of before costs were measured."""
+        """Return the leaf of embeddings."""
         path = self.root / "embed"
         if not path.exists():
             _leaf(path, "embed", {"model": "tiny"})
-            facts = {"tokens": 1200 * TOKENS, "seconds": 30.0, "peak_memory_bytes": 10**9}
-            write_json(path / "summary.json", {"n": 1198, "dropped_non_finite": 2, **facts})
+            write_json(path / "summary.json", {"n": 1198, "cost": cost(sum(SIZES), 0, 30.0)})
         return path
 
     def step(self, strategy: str, step: str) -> Path:
@@ -212,6 +211,7 @@ class Workspace:
         )
         write_table(leaf, "subset.parquet", frame)
         summary = {"strategy": strategy, "rows": len(labels), "budget": budget}
+        summary |= {"cost": cost(0, 0, 0.5)}
         write_json(leaf / "summary.json", summary | {"n": n, "data_share": len(labels) / n})
         return leaf
 
@@ -254,8 +254,7 @@ class Workspace:
             "rows": rows,
             "train_tokens": tokens,
             "train_seconds": rows * 0.19,
-            "row_visits": rows,
-            "peak_memory_bytes": 3 * 10**9,
+            "cost": cost(rows, rows, rows * 0.19) | {"tokens": tokens, "peak_memory_bytes": 3e9},
         }
         write_json(leaf / "summary.json", summary)
         return leaf

@@ -57,7 +57,9 @@ def _metrics(lowest: float) -> dict[str, Any]:
             "statistic": 0.053,
         },
         "variance": {
-            "all": {"e": {"s_inter": 1.0, "s_intra": 3.0, "ratio": 0.81}},
+            "all": {
+                "e": {"s_inter": 1.0, "s_intra": 3.0, "ratio": 0.81, "random": 0.25, "bound": 0.28}
+            },
             "selected": {"e": {"ratio": 0.885}},
         },
         "weights": {"effective_sample_size": 267.3},

@@ -163,10 +163,10 @@ def draw_costs(found: Sequence[Bill], names: Sequence[str]) -> str:
     figure = drawing.new_figure(1.35 + 0.3 * len(found))
     axes = figure.add_subplot()
     left = np.zeros(len(found))
-    unit, scale = _unit(max(b.whole.seconds or 0.0 for b in found))
+    unit, scale = _unit(max(b.whole.seconds for b in found))
     for step in [*steps, TRAIN]:
         costs = [b.training if step == TRAIN else b.selection.get(step) for b in found]
-        widths = np.array([(c.seconds or 0.0) / scale if c else 0.0 for c in costs])
+        widths = np.array([c.seconds / scale if c else 0.0 for c in costs])
         colour, tint = looks[step]
         look = {"color": colour, "alpha": tint, "linewidth": 0}
         axes.barh(range(len(found)), widths, 0.66, left=left, label=step, **look)

@@ -12,7 +12,7 @@ from cluster_sft.report.labels import axis_name, show_count, show_duration
 from cluster_sft.report.points import CONFIGURATION, setting, varying
 from cluster_sft.report.publication import Block
 from cluster_sft.report.results import Results
-from cluster_sft.report.tables import NONE, Cell, Table, identity
+from cluster_sft.report.tables import Cell, Table, identity
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 UPSTREAM = (CONFIGURATION, "cluster.", "train.workers")  # settings that selection's cost hangs on
@@ -30,10 +30,8 @@ def cost_blocks(results: Results) -> list[Block]:
     found = bills(results)
     if not found:
         return []
-    missing = sorted({s for b in found for s, c in b.selection.items() if c.seconds is None})
-    note = NOTE + (f" Without a time of their own: {', '.join(missing)}." if missing else "")
     return [
-        Block("Cost of selection", _selection(results, found), note),
+        Block("Cost of selection", _selection(results, found), NOTE),
         Block("Cost of selection and training", _whole(results, found)),
     ]
 
@@ -73,10 +71,8 @@ def _cells(cost: Cost) -> list[Cell]:
     ]
 
 
-def show_bytes(value: float | None) -> str:
+def show_bytes(value: float) -> str:
     """Return a size in decimal units with three digits."""
-    if value is None:
-        return NONE
     power = 0
     while value >= 999.5 and power < len(UNITS) - 1:
         value, power = value / 1000, power + 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_sft import strategies
-from cluster_sft.artifacts import MANIFEST, SUMMARY, read_json
+from cluster_sft.artifacts import SUMMARY, read_json
 from cluster_sft.report.overview import manifest_of
 from cluster_sft.report.points import Group, Point
 from cluster_sft.report.results import Results
@@ -25,13 +25,13 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Cost:
-    """What one or several stages cost; seconds and memory are None where they did not say."""
+    """What one or several stages cost, as `costs.Meter` states it."""
 
     forward_passes: float = 0
     backward_passes: float = 0
     tokens: float = 0
-    seconds: float | None = None
-    peak_memory_bytes: float | None = None
+    seconds: float = 0
+    peak_memory_bytes: float = 0
     bytes_stored: float = 0
 
 
@@ -56,15 +56,13 @@ class Bill:
 
 
 def total(costs: Sequence[Cost]) -> Cost:
-    """Add costs up; memory is the largest, and what is not known is left out."""
-    seconds = [c.seconds for c in costs if c.seconds is not None]
-    peaks = [c.peak_memory_bytes for c in costs if c.peak_memory_bytes is not None]
+    """Add costs up; memory is the largest."""
     return Cost(
         sum(c.forward_passes for c in costs),
         sum(c.backward_passes for c in costs),
         sum(c.tokens for c in costs),
-        sum(seconds) if seconds else None,
-        max(peaks, default=None),
+        sum(c.seconds for c in costs),
+        max((c.peak_memory_bytes for c in costs), default=0),
         sum(c.bytes_stored for c in costs),
     )
 
@@ -81,8 +79,8 @@ def bills(results: Results) -> list[Bill]:
 def _bill(results: Results, group: Group) -> Bill:
     points = [results.points[p] for p in group.points]
     leaves = [selection_leaves(point) for point in points]
-    steps = {step: _mean([read_cost(found[step], step) for found in leaves]) for step in leaves[0]}
-    trained = [read_cost(p.train, TRAIN) for p in points if p.train is not None]
+    steps = {step: _mean([read_cost(found[step]) for found in leaves]) for step in leaves[0]}
+    trained = [read_cost(p.train) for p in points if p.train is not None]
     upstream = tuple(leaf for step, leaf in leaves[0].items() if step != "select")
     return Bill(group, steps, _mean(trained) if trained else Cost(), upstream)
 
@@ -119,41 +117,22 @@ def _inputs(leaf: Path) -> Mapping[str, Any]:
     return manifest_of(leaf).get("inputs", {})
 
 
-def read_cost(leaf: Path, step: str) -> Cost:
-    """Return what a leaf cost by its own summary: its `cost`, else what older summaries hold.
+def read_cost(leaf: Path) -> Cost:
+    """Return what a leaf cost by its own summary.
 
     Raises:
         UserError: there is no summary.
     """
-    summary = read_json(leaf / SUMMARY)
-    if found := summary.get("cost"):
-        return Cost(**{key: found[key] for key in Cost.__dataclass_fields__ if key in found})
-    peak, stored = summary.get("peak_memory_bytes"), _size(leaf)
-    if step == "embed":
-        rows = summary.get("n", 0) + summary.get("dropped_non_finite", 0)
-        seconds = summary.get("seconds")
-        return Cost(rows, 0, summary.get("tokens", 0), seconds, peak, stored)
-    if step == TRAIN:
-        rows, seconds = summary.get("row_visits", 0), summary["train_seconds"]
-        return Cost(rows, rows, summary["train_tokens"], seconds, peak, stored)
-    return Cost(0, 0, 0, summary.get("seconds"), peak, stored)
-
-
-def _size(leaf: Path) -> int:
-    """Return the bytes of a leaf's payload."""
-    files = [p for p in leaf.rglob("*") if p.is_file()]
-    own = [p for p in files if p.name != MANIFEST and not p.name.startswith("key-")]
-    return sum(p.stat().st_size for p in own)
+    return Cost(**read_json(leaf / SUMMARY)["cost"])
 
 
 def _mean(costs: Sequence[Cost]) -> Cost:
     """Average costs over seeds; memory is the largest."""
-    seconds = [c.seconds for c in costs if c.seconds is not None]
     return Cost(
         statistics.fmean(c.forward_passes for c in costs),
         statistics.fmean(c.backward_passes for c in costs),
         statistics.fmean(c.tokens for c in costs),
-        statistics.fmean(seconds) if seconds else None,
-        total(costs).peak_memory_bytes,
+        statistics.fmean(c.seconds for c in costs),
+        max(c.peak_memory_bytes for c in costs),
         statistics.fmean(c.bytes_stored for c in costs),
     )

@@ -145,7 +145,7 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
     found.append(
         f"Of the embedding's variance {split:.0%} lies between clusters. A weighted stratified "
         f"step has {_number(e['ratio'], 2)} times the variance of a random one, for draws from all "
-        "rows."
+        f"rows; its bound by the capacity is {_number(_share(e['bound'], e['random']), 2)} times."
     )
     if m["category"]["agreement"] is not None:
         found.append(
@@ -170,6 +170,10 @@ def examples(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
         raise UserError(f"{path}: missing or damaged ({error}); run diagnose again") from error
     rows = frame.select(columns).iter_rows()
     return [tuple("" if value is None else value for value in row) for row in rows]
+
+
+def _share(value: float, whole: float) -> float | None:
+    return value / whole if whole else None
 
 
 def _category(cluster: Mapping[str, Any]) -> str:
