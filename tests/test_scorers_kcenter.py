@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from cluster_sft.artifacts import read_json, read_scores, write_table
+from cluster_sft.artifacts import read_json, read_scores, write_json, write_table
 from cluster_sft.errors import UserError
 from cluster_sft.scorers import k_center, length_matched_random, loss_top, none
 
@@ -94,6 +94,21 @@ def test_k_center_interrupted_order_continues_as_it_would_have(tmp_path, monkeyp
     monkeypatch.setattr(k_center, "_save", save)
     again = k_center.greedy_order(rows_NH, scratch=tmp_path)
     assert again.tolist() == whole.tolist()
+
+
+def test_k_center_states_the_seconds_of_an_interrupted_run_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(k_center, "SAVE_SECONDS", 0)
+    write_json(tmp_path / "seconds.json", {"seconds": 1000.0})
+    (out := tmp_path / "out").mkdir()
+    k_center.run(
+        SimpleNamespace(),
+        embeddings=leaf_of(tmp_path / "embed", np.eye(3)),
+        out=out,
+        scratch=tmp_path,
+        launch=SimpleNamespace(),
+    )
+    assert 1000 < read_json(out / "summary.json")["cost"]["seconds"] < 1100
+    assert read_json(tmp_path / "seconds.json")["seconds"] > 1000
 
 
 def test_k_center_of_no_rows_is_one_line(tmp_path):

@@ -14,7 +14,7 @@ Legend: N rows, H hidden size, C candidates of a pass, P picks of a pass.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from cluster_sft import costs
 from cluster_sft.artifacts import read_embeddings
+from cluster_sft.clocks import Clock
 from cluster_sft.errors import UserError
 from cluster_sft.score_files import write_scored
 
@@ -46,18 +47,23 @@ def run(params: Section, *, embeddings: Path, out: Path, scratch: Path, launch: 
     rows_NH, samples = read_embeddings(embeddings)
     if not len(rows_NH):
         raise UserError(f"{embeddings}: embeddings.npy has no rows; there is nothing to order")
-    order_N = greedy_order(rows_NH, scratch=scratch)
+    clock = Clock(scratch / "seconds.json")
+    order_N = greedy_order(rows_NH, scratch=scratch, on_save=clock.note)
     place_N = np.empty(len(order_N), np.int64)
     place_N[order_N] = np.arange(len(order_N))
-    write_scored(out, pl.DataFrame({"id": samples["id"], "score": -place_N}), meter=meter)
+    frame = pl.DataFrame({"id": samples["id"], "score": -place_N})
+    write_scored(out, frame, meter=meter, earlier_seconds=clock.earlier)
 
 
-def greedy_order(rows_NH: np.ndarray, *, scratch: Path) -> np.ndarray:
+def greedy_order(
+    rows_NH: np.ndarray, *, scratch: Path, on_save: Callable[[], None] = lambda: None
+) -> np.ndarray:
     """Return the rows' positions in greedy k-center order, int64 (N,).
 
     Args:
         rows_NH: float16 or float32, N at least 1.
         scratch: folder where the order so far is saved every minute.
+        on_save: called then.
     """
     order, nearest_N = _resume(scratch, len(rows_NH))
     saved = time.monotonic()
@@ -69,6 +75,7 @@ def greedy_order(rows_NH: np.ndarray, *, scratch: Path) -> np.ndarray:
             bar.update(len(picks))
             if time.monotonic() - saved >= SAVE_SECONDS:
                 _save(scratch, order, nearest_N)
+                on_save()
                 saved = time.monotonic()
     return np.array(order, np.int64)
 
