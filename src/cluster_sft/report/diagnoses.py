@@ -87,7 +87,7 @@ def figures(found: Sequence[Diagnosis]) -> dict[str, str]:
 
 def subsets_table(found: Sequence[Diagnosis]) -> Table:
     """Return one row a subset: how well it stands for the full data."""
-    heads = ("subset", "rows", "effective rows", "tokens a row", "n\u00b7GD")
+    heads = ("subset", "rows", "effective rows", "response tokens a row", "n\u00b7GD")
     heads += ("centroid cosine, e", "centroid cosine, g", "variance ratio")
     return Table(heads, tuple(_subset_row(d) for d in found))
 
@@ -111,7 +111,7 @@ def clusters_table(diagnosis: Diagnosis) -> Table:
     clusters = diagnosis.metrics["clusters"]
     categories = any(c["category"] is not None for c in clusters)
     heads = ("cluster", "terms", *(["category"] if categories else []), "rows", "selected")
-    heads += ("weight", "median tokens", "n\u00b7GD", "centroid cosine")
+    heads += ("weight", "median response tokens", "n\u00b7GD", "centroid cosine")
     rows = []
     for c in clusters:
         words = [Cell(str(c["cluster"])), Cell(", ".join(c["terms"][:TERMS]) or NONE)]

@@ -3,7 +3,8 @@
 Every cluster is cut to `n_min` rows, at random or by the ranking itself (`select.downsample`), and
 the best `m` by `select.ranking` are kept: `peripheral` (farthest from the centroid), `core`
 (nearest) or `random`. Distances are to the full cluster's centroid. The loss is weighted by
-w_c = n_c K / N, so that the expected update is that of the full data.
+w_c = n_c K / N: the expected update is then that of the full data, exactly for random rows of a
+cluster, for others as far as they keep its centroid (stage diagnose measures it).
 """
 
 from __future__ import annotations
