@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import measuring, tables
+from benchmarks.labelling import inertia, means
 from cluster_sft.clustering import capacity_of
 from cluster_sft.kmeans import seed_centers
 from cluster_sft.passes import Table
@@ -35,7 +36,6 @@ ON = 2  # assignments of each from where the peer ended
 SEEDINGS = 10
 SEEDING_ROWS = 4_000
 MOST_ITERATIONS = 100
-BLOCK = 4096
 
 
 def measure(options: Namespace) -> dict[str, Any]:
@@ -173,25 +173,6 @@ def _seedings(name: str, path: Path, rows: int, k: int, alpha: float) -> dict[st
             f"clustering: {name} K={k} seeding {seed}: inertia {gaps[-1]:+.1e} of theirs"
         )
     return {"data": name, "n": rows, "k": k, "alpha": alpha, "gap": measuring.spread(gaps)}
-
-
-def inertia(path: Path, labels: np.ndarray, k: int) -> float:
-    """Return the sum of squared distances to the means of `labels`, computed in float64."""
-    centers, total = means(path, labels, k)
-    counts = np.bincount(labels, minlength=k)
-    return total - float(((centers**2).sum(axis=1) * counts).sum())
-
-
-def means(path: Path, labels: np.ndarray, k: int) -> tuple[np.ndarray, float]:
-    """Return the means (K, H) of `labels` and the sum of all squares, computed in float64."""
-    x = np.load(path, mmap_mode="r")[: len(labels)]
-    sums, total = np.zeros((k, x.shape[1])), 0.0
-    for low in range(0, len(x), BLOCK):
-        block = x[low : low + BLOCK].astype(np.float64)
-        total += float((block**2).sum())
-        for cluster in range(k):
-            sums[cluster] += block[labels[low : low + BLOCK] == cluster].sum(axis=0)
-    return sums / np.maximum(np.bincount(labels, minlength=k), 1)[:, None], total
 
 
 def _passes(path: Path, k: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from benchmarks import clustering, measuring, report, selection, tables, targets
+from benchmarks import labelling, measuring, report, selection, tables, targets
 
 
 @pytest.mark.parametrize("name", ["selection", "clustering", "out_of_core", "embedding"])
@@ -41,7 +41,7 @@ def test_inertia_is_the_squared_distance_to_the_means(tmp_path):
     x = np.load(path).astype(np.float64)
     labels = np.arange(50, dtype=np.int32) % 3
     own = np.stack([x[labels == c].mean(axis=0) for c in range(3)])[labels]
-    assert clustering.inertia(path, labels, 3) == pytest.approx(((x - own) ** 2).sum())
+    assert labelling.inertia(path, labels, 3) == pytest.approx(((x - own) ** 2).sum())
 
 
 def test_mixture_has_unit_rows_and_is_the_same_every_time(tmp_path):
