@@ -7,6 +7,7 @@ from pathlib import Path
 from cluster_sft.artifacts import SUMMARY, read_json, read_table
 from cluster_sft.report.benchmarks import benchmarks, by_benchmark, of_configuration
 from cluster_sft.report.labels import show_count
+from cluster_sft.report.overview import drops
 from cluster_sft.report.points import Point, configurations
 from cluster_sft.report.publication import Block
 from cluster_sft.report.results import Results
@@ -50,13 +51,13 @@ def _counts(prepare: Path) -> list[Cell]:
     columns = ["n_prompt_tokens", "n_response_tokens"]
     kept = read_table(prepare, "dataset.parquet", columns)
     heldout = read_table(prepare, "heldout.parquet", ["id"]).height
-    dropped = read_table(prepare, "dropped.parquet", ["reason"])["reason"]
-    reasons = dropped.value_counts().sort(["count", "reason"], descending=[True, False])
-    words = [f"{show_count(n)} {str(r).replace('_', ' ')}" for r, n in reasons.iter_rows()]
-    text = show_count(len(dropped)) + (f" ({', '.join(words)})" if words else "")
+    dropped = drops(prepare)
+    lost = sum(n for _, n in dropped)
+    words = ", ".join(f"{show_count(n)} {reason}" for reason, n in dropped)
+    text = show_count(lost) + (f" ({words})" if words else "")
     tokens = sum(int(kept[c].sum()) for c in columns)
     return [
-        Cell(show_count(kept.height + heldout + len(dropped))),
+        Cell(show_count(kept.height + heldout + lost)),
         Cell(text),
         *(Cell(show_count(n)) for n in (heldout, kept.height, tokens)),
     ]

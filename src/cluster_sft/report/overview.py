@@ -69,15 +69,7 @@ def way(results: Results, clusterings: Sequence[Clustering]) -> list[Step]:
     (prepare,) = sources
     kept = read_table(prepare, "dataset.parquet", ["id"]).height
     heldout = read_table(prepare, "heldout.parquet", ["id"]).height
-    reasons = (
-        read_table(prepare, "dropped.parquet", ["reason"])["reason"]
-        .value_counts()
-        .sort(["count", "reason"], descending=[True, False])
-    )
-    dropped = [
-        Step(REASONS.get(reason, str(reason).replace("_", " ")), rows, "dropped")
-        for reason, rows in reasons.iter_rows()
-    ]
+    dropped = [Step(reason, rows, "dropped") for reason, rows in drops(prepare)]
     total = kept + heldout + sum(step.rows for step in dropped)
     steps = [Step("source", total, "total"), *dropped]
     if heldout:
@@ -89,6 +81,13 @@ def way(results: Results, clusterings: Sequence[Clustering]) -> list[Step]:
         balanced = clusterings[0].k * min(clusterings[0].sizes)
         steps.append(Step("balanced clusters, r = 1", balanced, "total"))
     return [*steps, *_subsets(results)]
+
+
+def drops(prepare: Path) -> list[tuple[str, int]]:
+    """Return why rows of the source were dropped and how many, the commonest reason first."""
+    reasons = read_table(prepare, "dropped.parquet", ["reason"])["reason"].value_counts()
+    reasons = reasons.sort(["count", "reason"], descending=[True, False])
+    return [(REASONS.get(name, name.replace("_", " ")), n) for name, n in reasons.iter_rows()]
 
 
 def _subsets(results: Results) -> list[Step]:

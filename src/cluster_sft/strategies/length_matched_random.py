@@ -38,7 +38,8 @@ def bins(length_N: np.ndarray) -> np.ndarray:
     """Return the bin of each length, int64, ascending with it; -1 for NaN.
 
     Equal lengths share a bin. A bin is closed once it holds `BIN_ROWS` rows, so that every length
-    that so many rows have is matched exactly.
+    that so many rows have is matched exactly; the bin of the longest, and one before such a length,
+    may hold fewer.
     """
     lengths, inverse, counts = np.unique(length_N, return_inverse=True, return_counts=True)
     known = int((~np.isnan(lengths)).sum())
