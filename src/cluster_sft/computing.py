@@ -7,16 +7,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cluster_sft import gpus
 from cluster_sft.nodes import Node
 from cluster_sft.params import Launch
+from cluster_sft.stages import STAGES, STEPS
+from cluster_sft.threads import available_threads, limited
+
+GPUS = {spec.module: spec.gpus for spec in (*STAGES.values(), *STEPS.values())}
+
+
+def gpus_of(node: Node, processes: int) -> int:
+    """Return how many GPUs computing a node takes, where there are any, with these processes."""
+    return {"none": 0, "one": 1, "one a process": processes}[GPUS.get(node.module, "none")]
 
 
 def compute_with(launch: Launch) -> Callable[[Node, Path, Path], None]:
-    """Return the function that computes a node's payload into a folder under these settings."""
+    """Return the function that computes a node's payload into a folder under these settings.
+
+    It waits until the machine has the GPUs that the stage takes, and keeps to the job's threads.
+    """
+    threads = launch.threads or available_threads()
 
     def compute(node: Node, out: Path, scratch: Path) -> None:
-        run = importlib.import_module(f"cluster_sft.{node.module}").run
-        run(node.params, **_arguments(node), out=out, scratch=scratch, launch=launch)
+        count = gpus_of(node, launch.processes)
+        # Before the stage is imported: torch and CUDA read their variables once.
+        with limited(threads), gpus.hold(count, label=node.leaf):
+            run = importlib.import_module(f"cluster_sft.{node.module}").run
+            run(node.params, **_arguments(node), out=out, scratch=scratch, launch=launch)
 
     return compute
 

@@ -36,7 +36,7 @@ def run(
         model: name of the model, or the leaf of a trained one.
         out: empty folder for the payload.
         scratch: folder for what may be lost.
-        launch: only `processes` is read, as the number of sandboxes at a time.
+        launch: only `threads` is read, as the number of sandboxes at a time.
 
     Raises:
         UserError: the suite, the model or the data cannot be read, or a data set is out of reach.
@@ -50,7 +50,7 @@ def run(
         allow_code_execution=params.allow_code_execution,
     )
     evaluation = suites.Evaluation(
-        suite, spec, rule, dataset, model, out, scratch, launch.processes
+        suite, spec, rule, dataset, model, out, scratch, launch.threads or 1
     )
     scores = suites.get(spec["kind"]).run(evaluation)
     write_json(

@@ -28,15 +28,13 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
+from cluster_sft import gpu_ticket
 from cluster_sft.errors import UserError
+from cluster_sft.threads import THREAD_VARIABLES, available_threads
 
 JOB = "job.json"
 LOG = "workers.log"
 ERROR = "error.json"
-THREAD_VARIABLES = (
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
-    *("NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "GOTO_NUM_THREADS"),
-)
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 10.0
 FULL_BYTES = 1 << 16  # a disk with less room is full
@@ -146,7 +144,7 @@ def accelerate_command(
 
 def worker_environment(*, processes: int, threads: int | None, use_gpu: bool) -> dict[str, str]:
     """Return the workers' environment: this one's, with threads divided and the device stated."""
-    each = str(max(1, (threads or _available_threads()) // processes))
+    each = str(max(1, (threads or available_threads()) // processes))
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -184,6 +182,7 @@ def work(run: Callable[[dict[str, Any]], None]) -> None:
     """
     path = Path(sys.argv[1])
     job = json.loads(path.read_text())
+    gpu_ticket.share()
     threading.Thread(target=_watch, args=(job["parent"],), daemon=True).start()
     try:
         run(job)
@@ -249,12 +248,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _available_threads() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _tail(path: Path, lines: int = 20) -> str:

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -66,6 +66,7 @@ class Stage:
         files: parameters that name a file, which counts by its bytes and not by its path.
         slug: the path parts that this stage adds to those of the stage it builds on.
         about: what it does, for the command line's help.
+        gpus: what it computes on where there are GPUs.
     """
 
     module: str
@@ -75,6 +76,7 @@ class Stage:
     files: tuple[str, ...] = ()
     slug: str = ""
     about: str = ""
+    gpus: Literal["none", "one", "one a process"] = "none"
 
 
 MODEL = {"model": "model.name", "dtype": "model.dtype"}
@@ -93,6 +95,7 @@ STAGES: dict[str, Stage] = {
         MODEL,
         {"dataset": "prepare"},
         about="one forward pass: a gradient-proxy embedding of every sample",
+        gpus="one a process",
     ),
     "cluster": Stage(
         "clustering",
@@ -118,6 +121,7 @@ STAGES: dict[str, Stage] = {
         slug="weights-{train.weights}_batches-{train.batches}_lr-{train.learning_rate}"
         "_epochs-{train.epochs}_batch-{train.global_batch_size}_seed-{train.seed}",
         about="weighted data-parallel fine-tuning on a subset",
+        gpus="one a process",
     ),
     "evaluate": Stage(
         "evaluation",
@@ -126,6 +130,7 @@ STAGES: dict[str, Stage] = {
         {"dataset": "prepare", "model": "train"},
         slug="{suite}",
         about="score a model on a suite",
+        gpus="one",
     ),
     "validate": Stage(
         "validating",
@@ -133,6 +138,7 @@ STAGES: dict[str, Stage] = {
         {**_of("diagnose", Validate), **MODEL},
         {"dataset": "prepare", "embeddings": "embed", "clusters": "cluster"},
         about="test the clusters on true per-sample gradients",
+        gpus="one",
     ),
     "diagnose": Stage(
         "diagnosing",
@@ -156,6 +162,7 @@ STEPS: dict[str, Stage] = {  # what the methods do in the stages of SCORING
         {**_of("score.ifd", Ifd), **MODEL},
         {"dataset": "prepare"},
         about="IFD: loss of the response with and without the instruction",
+        gpus="one a process",
     ),
     "less-warmup": Stage(
         "scorers.less_warmup",
@@ -163,6 +170,7 @@ STEPS: dict[str, Stage] = {  # what the methods do in the stages of SCORING
         {**_of("score.less", Warmup), **MODEL},
         {"dataset": "prepare"},
         about="LESS: LoRA warm-up on a random share of the rows",
+        gpus="one a process",
     ),
     "less-gradients": Stage(
         "scorers.less_gradients",
@@ -170,6 +178,7 @@ STEPS: dict[str, Stage] = {  # what the methods do in the stages of SCORING
         {**_part("score.less", ("gradient", "projection_dim", "seed")), **MODEL},
         {"dataset": "prepare", "warmup": "scorer"},
         about="LESS: projected gradients of the training rows",
+        gpus="one a process",
     ),
     "less": Stage(
         "scorers.less",
@@ -178,6 +187,7 @@ STEPS: dict[str, Stage] = {  # what the methods do in the stages of SCORING
         {"dataset": "prepare", "warmup": "scorer", "gradients": "features"},
         files=("targets",),
         about="LESS: influence of every row on the target examples",
+        gpus="one a process",
     ),
     "s2l-proxy": Stage(
         "scorers.s2l_proxy",
@@ -185,6 +195,7 @@ STEPS: dict[str, Stage] = {  # what the methods do in the stages of SCORING
         {**_of("score.s2l", S2lTraining), "s2l_model": "score.s2l.model", **MODEL, **RENDERING},
         {"dataset": "prepare"},
         about="S2L: train a small proxy model, keeping checkpoints",
+        gpus="one a process",
     ),
     "s2l-trajectories": Stage(
         "scorers.s2l_trajectories",
@@ -192,6 +203,7 @@ STEPS: dict[str, Stage] = {  # what the methods do in the stages of SCORING
         {"s2l_model": "score.s2l.model", "dtype": "model.dtype"},
         {"dataset": "prepare", "proxy": "scorer"},
         about="S2L: loss of every row at every checkpoint",
+        gpus="one a process",
     ),
     "s2l": Stage(
         "scorers.s2l",
