@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from cluster_sft.gpu_devices import Gpu, find_gpus, read_listing, visible_gpus
 from cluster_sft.gpus import Ticket, allot, hold
 from cluster_sft.nodes import Node
 from cluster_sft.params import Launch, Section
+from engines import Project
 
 FOUR = [Gpu(n, f"GPU-{n}") for n in range(4)]
 JOB = """
@@ -406,3 +408,43 @@ def test_compute_gives_a_stage_its_gpus_and_its_threads(stage, module, devices):
 def test_compute_of_an_empty_leaf_does_not_wait_for_a_gpu(stage):
     with hold(4, label="all", gpus=FOUR):
         assert stage("scorers.none", Launch(processes=4))
+
+
+@pytest.fixture(scope="module")
+def project(tiny_model_dir, tmp_path_factory) -> Project:
+    made = Project.create(tmp_path_factory.mktemp("gpus") / "p", tiny_model_dir)
+    made.edit("launch.processes", 2)
+    return made
+
+
+def planned(project: Project, *arguments: str) -> dict[str, tuple[int, int]]:
+    """Return the threads and GPUs of each rule that a run would start."""
+    text = project.call("snakemake", "-n", "--cores", "8", *arguments)
+    found = {}
+    for block in text.split("\nrule ")[1:]:
+        threads = re.search(r"threads: (\d+)", block)
+        gpu = re.search(r"resources: .*\bgpu=(\d+)", block)
+        found[block.split(":")[0]] = (int(threads[1]) if threads else 1, int(gpu[1]) if gpu else 0)
+    return found
+
+
+def test_snakemake_told_of_the_gpus_gives_each_job_its_share_of_the_cores(project):
+    rules = planned(project, "--resources", "gpu=4")
+    shares = {"embed": (4, 2), "train": (4, 2), "evaluate": (2, 1), "validate": (2, 1)}
+    shares |= {"prepare": (8, 0), "cluster": (8, 0), "score": (8, 0), "select": (1, 0)}
+    assert {name: rules[name] for name in shares} == shares
+
+
+def test_snakemake_not_told_of_gpus_asks_for_none(project):
+    assert set(planned(project).values()) == {(8, 0), (1, 0)}
+
+
+def test_snakemake_told_of_too_few_gpus_says_so_in_one_line(project):
+    text = project.call("snakemake", "-n", "--cores", "8", "--resources", "gpu=1", status=1)
+    assert "needs 2 GPUs, one a process, but Snakemake was told of 1" in text
+    assert "Traceback" not in text
+
+
+def test_workstation_profile_is_one_that_snakemake_takes(project):
+    rules = planned(project, "--profile", "profiles/workstation")
+    assert (rules["train"][1], rules["evaluate"][1]) == (2, 1)

@@ -1,10 +1,12 @@
 """The plan of the parameter files that Snakemake was given, and what rules ask of it."""
 
+import os
 import shlex
 import sys
 from pathlib import Path
 
 from cluster_sft import plan
+from cluster_sft.computing import gpus_of
 from cluster_sft.errors import UserError
 from cluster_sft.params_files import load
 
@@ -25,19 +27,75 @@ try:
 except UserError as error:
     sys.exit(f"cluster-sft: {error}")
 
-THREADS = PARAMETERS["launch"]["threads"] or workflow.cores or 1
+# GPUs of the machine, `resources: gpu: N` in a profile; None where nobody states them.
+GPUS = workflow.global_resources.get("gpu").value
+
+
+def setting(leaf, name):
+    """Return a value of the `launch:` section that a leaf belongs to, or of its variable."""
+    told = os.environ.get(f"CLUSTER_SFT_{name.upper()}")
+    return (
+        int(told) if told else plan.configuration_of(leaf, PARAMETERS)["launch"][name]
+    )
+
 
 # `tee` shows progress and keeps it; pipefail, which Snakemake sets, keeps the exit status.
 RUN = (
     "cluster-sft run $(dirname {output}) --expect {wildcards.key} --params {params.files}"
-    " 2>&1 | tee {log}"
+    " --threads {threads} 2>&1 | tee {log}"
 )
+
+for node in NODES.values() if GPUS else ():
+    if (needed := gpus_of(node, setting(node.leaf, "processes"))) > GPUS:
+        sys.exit(
+            f"cluster-sft: {node.leaf}: needs {needed} GPUs, one a process, but Snakemake was told "
+            f"of {GPUS}; lower launch.processes, or raise `gpu` in --resources or in the profile"
+        )
 
 
 wildcard_constraints:
     name="[A-Za-z0-9.-]+",
     slugs="[A-Za-z0-9._/-]+",
     key="[0-9a-f]{12}",
+
+
+def node_of(stage, wildcards):
+    """Return the node that a job of a stage makes."""
+    slugs = [wildcards.slugs] if hasattr(wildcards, "slugs") else []
+    return NODES[
+        "/".join(["results", wildcards.name, stage, *slugs, f"key-{wildcards.key}"])
+    ]
+
+
+def gpus(stage):
+    """Return the function of a stage's resource `gpu`, for rules that compute on GPUs.
+
+    It is unset unless the machine's GPUs are stated: `cluster-sft run` waits for its GPUs anyway,
+    a stated number only keeps Snakemake from starting jobs that would wait.
+    """
+
+    def count(wildcards):
+        node = node_of(stage, wildcards)
+        return gpus_of(node, setting(node.leaf, "processes")) if GPUS else None
+
+    return count
+
+
+def cores(stage):
+    """Return the function of a heavy stage's threads: launch.threads, or all cores.
+
+    Where the machine's GPUs are stated, a job on some of them takes that share of the cores, so
+    that jobs on the others run beside it.
+    """
+
+    def count(wildcards):
+        node = node_of(stage, wildcards)
+        if threads := setting(node.leaf, "threads"):
+            return threads
+        taken = gpus_of(node, setting(node.leaf, "processes")) if GPUS else 0
+        return max(1, workflow.cores * taken // GPUS) if taken else workflow.cores
+
+    return count
 
 
 def upstream(stage):
@@ -48,9 +106,7 @@ def upstream(stage):
     """
 
     def stamps(wildcards):
-        slugs = [wildcards.slugs] if hasattr(wildcards, "slugs") else []
-        parts = ["results", wildcards.name, stage, *slugs, f"key-{wildcards.key}"]
-        return [ancient(parent.stamp) for parent in NODES["/".join(parts)].parents]
+        return [ancient(parent.stamp) for parent in node_of(stage, wildcards).parents]
 
     return stamps
 

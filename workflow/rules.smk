@@ -1,7 +1,7 @@
 """One rule a stage. The work is in the package; a rule names its leaf, its inputs and its cores.
 
 The only output is the stamp: Snakemake deletes outputs before a job and after a failure, and must
-never delete a result. Heavy stages take the threads that `launch.threads` asks for.
+never delete a result. Heavy stages take `cores`, and those that compute on GPUs `gpus`.
 """
 
 
@@ -14,7 +14,7 @@ rule prepare:
         "work/logs/{name}/prepare/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
-    threads: THREADS
+    threads: cores("prepare")
     params:
         files=files,
     shell:
@@ -30,7 +30,9 @@ rule embed:
         "work/logs/{name}/embed/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
-    threads: THREADS
+    threads: cores("embed")
+    resources:
+        gpu=gpus("embed"),
     params:
         files=files,
     shell:
@@ -46,7 +48,7 @@ rule cluster:
         "work/logs/{name}/cluster/{slugs}/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
-    threads: THREADS
+    threads: cores("cluster")
     params:
         files=files,
     shell:
@@ -78,7 +80,9 @@ rule train:
         "work/logs/{name}/train/{slugs}/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
-    threads: THREADS
+    threads: cores("train")
+    resources:
+        gpu=gpus("train"),
     params:
         files=files,
     shell:
@@ -94,7 +98,9 @@ rule evaluate:
         "work/logs/{name}/evaluate/{slugs}/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
-    threads: THREADS
+    threads: cores("evaluate")
+    resources:
+        gpu=gpus("evaluate"),
     params:
         files=files,
     shell:
@@ -110,7 +116,9 @@ rule scorer:
         "work/logs/{name}/scorer/{slugs}/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
-    threads: THREADS
+    threads: cores("scorer")
+    resources:
+        gpu=gpus("scorer"),
     params:
         files=files,
     shell:
@@ -126,7 +134,9 @@ rule features:
         "work/logs/{name}/features/{slugs}/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
-    threads: THREADS
+    threads: cores("features")
+    resources:
+        gpu=gpus("features"),
     params:
         files=files,
     shell:
@@ -142,7 +152,9 @@ rule score:
         "work/logs/{name}/score/{slugs}/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
-    threads: THREADS
+    threads: cores("score")
+    resources:
+        gpu=gpus("score"),
     params:
         files=files,
     shell:
@@ -158,7 +170,9 @@ rule validate:
         "work/logs/{name}/validate/{slugs}/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
-    threads: THREADS
+    threads: cores("validate")
+    resources:
+        gpu=gpus("validate"),
     params:
         files=files,
     shell:
@@ -174,7 +188,7 @@ rule diagnose:
         "work/logs/{name}/diagnose/{slugs}/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
-    threads: THREADS
+    threads: cores("diagnose")
     params:
         files=files,
     shell:
