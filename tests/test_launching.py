@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,8 +15,10 @@ import time
 import psutil
 import pytest
 
+from cluster_sft import launching
 from cluster_sft.errors import UserError
-from cluster_sft.launching import THREAD_VARIABLES, launch, worker_environment
+from cluster_sft.launching import launch, worker_environment
+from cluster_sft.threads import THREAD_VARIABLES
 
 PROGRAM = """
     import os, time, torch
@@ -29,6 +32,9 @@ PROGRAM = """
         accelerator = Accelerator(cpu=True)
         rank = accelerator.process_index
         (folder / f"rank-{rank}").write_text(f"{os.getpid()} {accelerator.num_processes}")
+        plugin = accelerator.state.dynamo_plugin
+        precision = f"{accelerator.mixed_precision} {plugin.backend.value}"
+        (folder / f"precision-{rank}").write_text(precision)
         (folder / f"threads-{rank}").write_text(str(torch.get_num_threads()))
         if job["end"] == "user error":
             raise UserError("row 7 is\\nbad")
@@ -73,6 +79,32 @@ def test_launch_two_processes_form_one_group_and_share_the_threads(start):
     folder = start("well", processes=2)
     assert [(folder / f"rank-{r}").read_text().split()[1] for r in (0, 1)] == ["2", "2"]
     assert [(folder / f"threads-{r}").read_text() for r in (0, 1)] == ["1", "1"]
+
+
+@pytest.mark.timeout(180)
+def test_launch_port_that_was_taken_meanwhile_is_exchanged_for_another(start, monkeypatch):
+    with socket.socket(socket.AF_INET6) as other:
+        other.bind(("::", 0))  # not listening: who looks for a free port finds it free
+        ports = iter([other.getsockname()[1], launching._free_port()])
+        monkeypatch.setattr(launching, "_free_port", lambda: next(ports))
+        folder = start("well", processes=2)
+    assert [(folder / f"rank-{r}").read_text().split()[1] for r in (0, 1)] == ["2", "2"]
+    assert next(ports, None) is None
+
+
+@pytest.mark.timeout(180)
+def test_launch_users_own_accelerate_defaults_change_nothing(start, tmp_path, monkeypatch):
+    """They ask for three processes in half precision under dynamo, on another machine."""
+    (tmp_path / "home/accelerate").mkdir(parents=True)
+    (tmp_path / "home/accelerate/default_config.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 3\n"
+        "num_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 1\n"
+        "mixed_precision: bf16\nuse_cpu: true\ndynamo_config: {dynamo_backend: INDUCTOR}\n"
+    )
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    folder = start("well")
+    assert (folder / "rank-0").read_text().split()[1] == "1"
+    assert (folder / "precision-0").read_text() == "no NO"
 
 
 @pytest.mark.timeout(180)

@@ -39,6 +39,7 @@ POLL_SECONDS = 0.5
 GRACE_SECONDS = 10.0
 FULL_BYTES = 1 << 16  # a disk with less room is full
 USER_ERROR_STATUS = 2
+PORT_TAKEN = b"EADDRINUSE"  # in the log of a launcher whose rendezvous port was not free any more
 # What describes other workers: our own parent's, or those of srun, mpirun and torchrun around it.
 # accelerate would believe it (a PMI_SIZE of 1 makes every worker train alone).
 FOREIGN = ("ACCELERATE_", "FSDP_", "PMI_", "PMIX_", "OMPI_COMM_", "MV2_COMM_", "TORCHELASTIC_")
@@ -78,16 +79,41 @@ def launch(
     (scratch / ERROR).unlink(missing_ok=True)
     parent = {"pid": os.getpid(), "started": psutil.Process().create_time()}
     (scratch / JOB).write_text(json.dumps({**job, "processes": processes, "parent": parent}))
-    command = accelerate_command(
-        module, processes=processes, use_gpu=use_gpu, scratch=scratch, port=_free_port()
-    )
     environment = worker_environment(processes=processes, threads=threads, use_gpu=use_gpu)
-    with (scratch / LOG).open("ab") as log:
+    log = scratch / LOG
+    for again in (True, False):
+        command = accelerate_command(
+            module, processes=processes, use_gpu=use_gpu, scratch=scratch, port=_free_port()
+        )
+        known = log.stat().st_size if log.exists() else 0
+        status = _run(command, environment, log=log, on_poll=on_poll)
+        # Nothing keeps the port between its choice and its use: another program may have come.
+        if status == 0 or not (again and PORT_TAKEN in log.read_bytes()[known:]):
+            break
+    if (scratch / ERROR).is_file():
+        raise UserError(json.loads((scratch / ERROR).read_text())["message"])
+    if status != 0:
+        _raise_if_full([scratch, *([Path(job["out"])] if "out" in job else [])])
+        raise RuntimeError(
+            f"{module}: the worker processes failed (exit {status}); "
+            f"their log is {log} and ends with:\n{_tail(log)}"
+        )
+
+
+def _run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    log: Path,
+    on_poll: Callable[[], None],
+) -> int:
+    """Run a launcher to its end, its output added to `log`; return its exit status."""
+    with log.open("ab") as file:
         # A session of its own, so that one signal ends launcher and workers together.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
@@ -100,14 +126,7 @@ def launch(
             on_poll()
         finally:
             _stop(process)
-    if (scratch / ERROR).is_file():
-        raise UserError(json.loads((scratch / ERROR).read_text())["message"])
-    if process.returncode != 0:
-        _raise_if_full([scratch, *([Path(job["out"])] if "out" in job else [])])
-        raise RuntimeError(
-            f"{module}: the worker processes failed (exit {process.returncode}); "
-            f"their log is {scratch / LOG} and ends with:\n{_tail(scratch / LOG)}"
-        )
+    return process.returncode
 
 
 def accelerate_command(
