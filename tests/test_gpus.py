@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -176,12 +178,12 @@ def test_hold_of_a_killed_stage_lasts_until_its_workers_have_ended():
     pid = int(parent.stdout.readline())
     wait_until(lambda: Path("in").exists())
     # Its input would end with its parent's, and it with that.
-    os.kill(pid, 19)
+    os.kill(pid, signal.SIGSTOP)
     parent.kill()
     parent.wait()
     job = Job("next", 4, 0.0)
     wait_until(lambda: "(stage)" in job.said)
-    os.kill(pid, 9)
+    os.kill(pid, signal.SIGKILL)
     assert job.ended_well()
 
 
@@ -272,6 +274,46 @@ def test_hold_makes_a_place_that_every_user_of_the_machine_can_use():
     finally:
         os.umask(before)
     assert modes == {"locks": 0o1777, "mutex": 0o644, "ticket-1": 0o644}
+
+
+def as_user(number: int, action: Callable[[], None]) -> int:
+    """Start a process of another user that does something; return its pid."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        os.setuid(number)
+        action()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_hold_of_one_user_is_one_to_another_and_a_killed_one_to_nobody(monkeypatch):
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.setenv(gpus.LOCKS, folder + "/locks")
+
+        def take_all():
+            for name in (gpus.TICKET, gpus.VISIBLE):
+                os.environ.pop(name, None)
+            with hold(4, label="all", gpus=FOUR):
+                Path(folder, "locks/taken").touch()
+
+        with hold(1, label="root", gpus=FOUR):
+            other = as_user(65534, take_all)
+            wait_until(lambda: Path(folder, "locks/ticket-2").exists())
+            time.sleep(0.5)
+            assert not Path(folder, "locks/taken").exists()
+        assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 0
+        killed = as_user(0, lambda: hold(4, label="root", gpus=FOUR).__enter__() and time.sleep(60))
+        wait_until(lambda: Path(folder, "locks/ticket-1").exists())
+        os.kill(killed, signal.SIGKILL)
+        os.waitpid(killed, 0)
+        other = as_user(65534, take_all)
+        assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 0
 
 
 def waiting(number: int, count: int, among: str) -> Ticket:

@@ -32,11 +32,11 @@ GPUS = workflow.global_resources.get("gpu").value
 
 
 def setting(leaf, name):
-    """Return a value of the `launch:` section that a leaf belongs to, or of its variable."""
-    told = os.environ.get(f"CLUSTER_SFT_{name.upper()}")
-    return (
-        int(told) if told else plan.configuration_of(leaf, PARAMETERS)["launch"][name]
-    )
+    """Return a number of the `launch:` section that a leaf belongs to, or of its variable."""
+    told = os.environ.get(f"CLUSTER_SFT_{name.upper()}", "")
+    if told.isdecimal():  # what is no number is reported by the command that reads it
+        return int(told)
+    return plan.configuration_of(leaf, PARAMETERS)["launch"][name]
 
 
 # `tee` shows progress and keeps it; pipefail, which Snakemake sets, keeps the exit status.
