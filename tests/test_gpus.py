@@ -282,6 +282,8 @@ def as_user(number: int, action: Callable[[], None]) -> int:
         return pid
     status = 1
     try:
+        os.closerange(3, 1 << 10)  # a ticket that a fork inherits it would hold as well
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         os.setuid(number)
         action()
         status = 0
