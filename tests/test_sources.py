@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -11,6 +12,7 @@ import zstandard
 
 from cluster_sft import descriptors, sources
 from cluster_sft.errors import UserError
+from cluster_sft.offline import NotFetchedError
 
 ROWS = [{"instruction": f"q{i}", "output": f"a{i}\u2028ü", "n": i} for i in range(3)]
 JSONL = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in ROWS)
@@ -162,8 +164,61 @@ def test_descriptor_hub_asks_for_revision_split_and_subset(tmp_path, monkeypatch
     assert asked == {"path": "o/n", "name": "s", "revision": "abc", "split": "test"}
 
 
-def test_descriptor_hub_out_of_reach_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+def test_descriptor_hub_that_does_not_deliver_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     path = written(tmp_path, "hub: nobody/nothing-at-all\nrevision: main\n", "data.yaml")
     with pytest.raises(UserError, match=r"Hub did not deliver nobody/nothing-at-all.*data\.source"):
+        sources.read(path)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch) -> None:
+    """A cache of data sets that holds own/rows at COMMIT, as `datasets` lays it out."""
+    import datasets
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    given = {"data_files": str(rows), "cache_dir": str(tmp_path)}
+    made = datasets.load_dataset("json", split="train", **given)
+    source = Path(made.cache_files[0]["filename"]).parent
+    target = tmp_path / "own___rows" / "default" / "0.0.0" / COMMIT
+    target.mkdir(parents=True)
+    (source / "json-train.arrow").rename(target / "rows-train.arrow")
+    info = json.loads((source / "dataset_info.json").read_text())
+    info |= {"config_name": "default", "dataset_name": "rows"}
+    (target / "dataset_info.json").write_text(json.dumps(info))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.mark.parametrize("revision", ["main", COMMIT])
+def test_descriptor_hub_is_read_from_the_cache_without_network(tmp_path, hub_cache, revision):
+    text = f"hub: own/rows\nrevision: '{revision}'\n"
+    assert sources.read(written(tmp_path, text, "data.yaml")).rows == ROWS
+
+
+def test_descriptor_hub_takes_no_other_revision_from_the_cache(tmp_path, hub_cache):
+    """`datasets` would take the newest that it has and say so in a warning."""
+    path = written(tmp_path, f"hub: own/rows\nrevision: {'f' * 40}\n", "data.yaml")
+    with pytest.raises(NotFetchedError, match="at commit 0123456789ab alone, not at ffffffffffff"):
+        sources.read(path)
+
+
+def test_descriptor_hub_branch_counts_as_what_it_was_when_the_hub_was_asked(tmp_path, hub_cache):
+    path = written(tmp_path, "hub: own/rows\nrevision: v2\n", "data.yaml")
+    with pytest.raises(NotFetchedError, match="'v2', whose commit is not known"):
+        sources.read(path)
+    refs = tmp_path / "hub/datasets--own--rows/refs"
+    refs.mkdir(parents=True)
+    (refs / "v2").write_text(COMMIT)
+    assert sources.read(path).rows == ROWS
+
+
+def test_descriptor_hub_not_in_the_cache_is_missing_offline(tmp_path, hub_cache):
+    path = written(tmp_path, "hub: own/others\n", "data.yaml")
+    with pytest.raises(NotFetchedError, match=r"own/others .*run: cluster-sft fetch"):
         sources.read(path)

@@ -11,6 +11,7 @@ import pytest
 
 from cluster_sft import sandbox, suites
 from cluster_sft.errors import UserError
+from cluster_sft.offline import NotFetchedError
 from cluster_sft.suites import Evaluation, evalplus
 
 SMALL = Path(__file__).parents[1] / "data/suites/evalplus-small/problems.jsonl"
@@ -200,19 +201,48 @@ def test_unknown_dataset_is_an_error(tmp_path):
 
 
 def test_download_that_fails_is_an_error_with_a_remedy(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Port 9 of the loopback is closed, so that the download fails with or without a network.
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"cannot download its problems \(.*set `problems:`"):
         evalplus.problem_file(evaluation(tmp_path, tmp_path, dataset="humaneval"))
+    assert list((tmp_path / "cache/evalplus").iterdir()) == []
 
 
-def test_download_goes_to_scratch_and_an_override_is_not_followed(tmp_path, monkeypatch):
+def test_problems_are_downloaded_once_into_evalplus_cache(tmp_path, monkeypatch):
+    # EvalPlus downloads by the module wget, which this one stands in for.
+    (tmp_path / "wget.py").write_text(
+        "import gzip, pathlib\n"
+        "def download(url, out):\n"
+        f"    with pathlib.Path({str(tmp_path)!r}, 'asked').open('a') as file:\n"
+        "        file.write(url + '\\n')\n"
+        "    pathlib.Path(out).write_bytes(gzip.compress(b'problems'))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    suite = evaluation(tmp_path, tmp_path, dataset="mbpp")
+    found = {evalplus.problem_file(suite), *evalplus.fetch(suite)}
+    assert found == {tmp_path / "cache/evalplus/MbppPlus-v0.2.0.jsonl"}
+    assert [path.read_text() for path in found] == ["problems"]
+    assert (tmp_path / "asked").read_text().count("MbppPlus.jsonl.gz") == 1
+
+
+def test_cached_problems_are_found_offline_and_an_override_is_not_followed(tmp_path, monkeypatch):
     monkeypatch.setenv("HUMANEVAL_OVERRIDE_PATH", str(SMALL))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cached = tmp_path / "evalplus" / "HumanEvalPlus-v0.1.10.jsonl"
     cached.parent.mkdir()
     cached.write_text("as if downloaded")
     found = evalplus.problem_file(evaluation(tmp_path, tmp_path, dataset="humaneval"))
     assert found == cached
+
+
+def test_offline_run_without_problems_names_the_command_that_brings_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(NotFetchedError, match=r"no .*HumanEvalPlus-v0.*run: cluster-sft fetch"):
+        evalplus.problem_file(evaluation(tmp_path, tmp_path, dataset="humaneval"))
 
 
 def test_problem_file_outside_the_folder_is_named_for_the_cache_key(tmp_path):

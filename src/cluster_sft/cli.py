@@ -1,4 +1,4 @@
-"""The command `cluster-sft`: one subcommand per stage, and four over the whole of params.yaml.
+"""The command `cluster-sft`: one subcommand per stage, and five over the whole of params.yaml.
 
 A stage on its own (`cluster-sft cluster --embeddings DIR --k 4 --out DIR`) never reads
 params.yaml. Every error that a user can cause is one line on stderr and exit status 2.
@@ -19,10 +19,11 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from cluster_sft import disk, housekeeping, plan, store, strategies, suites
+from cluster_sft import disk, fetching, housekeeping, plan, store, strategies, suites
 from cluster_sft.computing import compute_with
 from cluster_sft.errors import UserError
 from cluster_sft.nodes import Node, local_models, make_node, resolve_training
+from cluster_sft.offline import NotFetchedError, go_offline
 from cluster_sft.params import Launch, Section
 from cluster_sft.params_files import describe, load
 from cluster_sft.stages import STAGE_OF, STAGES, STEPS, Stage, step_of
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line: a subcommand per stage, run, ls and gc."""
+    """Return the command line: a subcommand per stage, and those over params.yaml."""
     top = _Parser(prog="cluster-sft", description=__doc__.splitlines()[0] if __doc__ else None)
     commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     for stage in STAGES:
@@ -82,6 +83,9 @@ def parser() -> argparse.ArgumentParser:
     _add_files(run)
     _add_launch(run)
     run.set_defaults(handler=_run)
+    fetch = commands.add_parser("fetch", help="bring what params.yaml needs from a network")
+    _add_files(fetch)
+    fetch.set_defaults(handler=lambda a: fetching.fetch(load(a.params)))
     ls = commands.add_parser("ls", help="list leaves, keys, states and sizes")
     _add_files(ls)
     ls.set_defaults(handler=lambda a: housekeeping.show(load(a.params)))
@@ -184,7 +188,10 @@ def _run(arguments: argparse.Namespace) -> None:
     with disk.user_errors(store.WORK):
         store.WORK.mkdir(exist_ok=True)
     launch = _launch(arguments, typed_launch(plan.configuration_of(arguments.leaf, raw)))
-    _make(node, launch, workspace=True, fresh=arguments.fresh)
+    try:
+        _make(node, launch, workspace=True, fresh=arguments.fresh)
+    except NotFetchedError as error:
+        raise NotFetchedError(error.what, arguments.params) from error
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -205,6 +212,8 @@ def typed_launch(raw: Mapping[str, Any]) -> Launch:
 
 
 def _make(node: Node, launch: Launch, *, workspace: bool, fresh: bool = False) -> None:
+    if launch.offline:
+        go_offline()
     start = time.monotonic()
     outcome = store.make(node, compute_with(launch), workspace=workspace, fresh=fresh)
     store.say(f"{outcome:>8} {node.leaf}  {node.key[:12]}  {time.monotonic() - start:.1f} s")

@@ -6,16 +6,22 @@ fields}` is a data set on the Hugging Face Hub. `fields` maps names of a format 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster_sft import stdlib_corpus
 from cluster_sft.errors import UserError, known_names
+from cluster_sft.offline import NotFetchedError, is_absence, is_offline
 from cluster_sft.yaml_files import read_mapping
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 CORPORA: dict[str, Callable[[], list[dict[str, Any]]]] = {"python-stdlib": stdlib_corpus.rows}
+COMMIT = re.compile(r"[0-9a-f]{40}")
 KEYS = ("corpus", "hub", "subset", "revision", "split", "fields")
 
 
@@ -35,9 +41,32 @@ class Descriptor:
         """Return the rows, from the package or from the Hub (its cache, where it is offline).
 
         Raises:
-            UserError: the Hub did not deliver the data set.
+            UserError: the Hub did not deliver the data set, or an offline run lacks it.
         """
-        return CORPORA[self.corpus]() if self.corpus else _hub_rows(self)
+        return CORPORA[self.corpus]() if self.corpus else [dict(row) for row in self.hub_table()]
+
+    def hub_table(self) -> Dataset:
+        """Return the data set of the Hub, which the Hub's client keeps in its cache.
+
+        Raises:
+            UserError: as `rows`.
+        """
+        try:
+            loaded = _load(self)
+        # Beside OSError (network, no such repository) the library raises ValueError for an unknown
+        # split or subset, and its own errors are of both kinds.
+        except (OSError, ValueError, RuntimeError) as error:
+            if is_offline() and is_absence(error):
+                raise _not_fetched(self, "is not in the cache of data sets") from error
+            reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error)
+            raise UserError(
+                f"{self.name}: the Hugging Face Hub did not deliver {self.hub} "
+                f"(revision {self.revision or 'main'}, split {self.split}): {reason}; check name "
+                "and network, or download it elsewhere and set data.source to the JSONL or Parquet "
+                "file"
+            ) from error
+        _check_revision(self, loaded)
+        return loaded
 
 
 def read(path: Path) -> Descriptor:
@@ -74,24 +103,52 @@ def _check(path: Path, value: str, known: tuple[str, ...], what: str) -> None:
         raise UserError(f"{path}: unknown {what} {value!r}; {known_names(value, known)}")
 
 
-def _hub_rows(source: Descriptor) -> list[dict[str, Any]]:
+def _load(source: Descriptor) -> Dataset:
     # Slow to import, and needed by no other kind of source.
     import datasets
 
-    try:
-        loaded = datasets.load_dataset(
-            source.hub,
-            name=source.subset or None,
-            revision=source.revision or None,
-            split=source.split,
-        )
-    # Beside OSError (network, no such repository) the library raises ValueError for an unknown
-    # split or subset, and its own errors are of both kinds.
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error)
-        raise UserError(
-            f"{source.name}: the Hugging Face Hub did not deliver {source.hub} "
-            f"(revision {source.revision or 'main'}, split {source.split}): {reason}; check name "
-            "and network, or download it elsewhere and set data.source to the JSONL or Parquet file"
-        ) from error
-    return [dict(row) for row in loaded]
+    return datasets.load_dataset(
+        source.hub,
+        name=source.subset or None,
+        revision=source.revision or None,
+        split=source.split,
+    )
+
+
+def _check_revision(source: Descriptor, loaded: Dataset) -> None:
+    """Refuse rows of another revision: without the Hub, datasets takes the newest that it has.
+
+    Raises:
+        UserError: they are of another one, or which one is not known.
+    """
+    files = [Path(file["filename"]) for file in loaded.cache_files]
+    found = files[0].parent.name if files else ""
+    if not COMMIT.fullmatch(found):  # no data set of the Hub's cache
+        return
+    wanted = source.revision if COMMIT.fullmatch(source.revision) else _known_commit(source)
+    if found == wanted or (not wanted and source.revision in ("", "main")):
+        return
+    held = f"is in the cache of data sets at commit {found[:12]} alone, not at "
+    held += f"{wanted[:12]}" if wanted else f"{source.revision!r}, whose commit is not known"
+    if is_offline():
+        raise _not_fetched(source, held)
+    raise UserError(
+        f"{source.name}: {source.hub} {held}, and the Hugging Face Hub did not deliver it; check "
+        "revision and network"
+    )
+
+
+def _known_commit(source: Descriptor) -> str:
+    """Return the commit that a branch or tag stood for when the Hub was last asked, "" if never."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = f"datasets--{source.hub.replace('/', '--')}"
+    ref = Path(HF_HUB_CACHE, folder, "refs", source.revision or "main")
+    return ref.read_text().strip() if ref.is_file() else ""
+
+
+def _not_fetched(source: Descriptor, what: str) -> NotFetchedError:
+    revision = source.revision or "main"
+    return NotFetchedError(
+        f"{source.name}: data set {source.hub} (revision {revision}, split {source.split}) {what}"
+    )

@@ -22,9 +22,11 @@ def show(raw: Mapping[str, Any]) -> None:
     for leaf, node in wanted.items():
         found = leaf_key(Path(leaf))
         state = {node.key: "ready", None: "missing"}.get(found, "stale")
-        rows.append((state, node.key[:12], _human(size_of(Path(leaf))), leaf))
+        rows.append((state, node.key[:12], human_size(size_of(Path(leaf))), leaf))
     for state, folder in _surplus(raw, set(wanted)):
-        rows.append((state, (leaf_key(folder) or "-")[:12], _human(size_of(folder)), str(folder)))
+        rows.append(
+            (state, (leaf_key(folder) or "-")[:12], human_size(size_of(folder)), str(folder))
+        )
     widths = [max(len(r[i]) for r in rows) for i in range(3)]
     for state, key, size, leaf in rows:
         print(f"{state:<{widths[0]}}  {key:<{widths[1]}}  {size:>{widths[2]}}  {leaf}")
@@ -38,8 +40,8 @@ def collect(raw: Mapping[str, Any], *, ask: bool) -> None:
         print("nothing to delete: no kept results, orphans or scratch")
         return
     for state, folder in surplus:
-        print(f"{state:<8}  {_human(size_of(folder)):>9}  {folder}")
-    total = _human(sum(size_of(folder) for _, folder in surplus))
+        print(f"{state:<8}  {human_size(size_of(folder)):>9}  {folder}")
+    total = human_size(sum(size_of(folder) for _, folder in surplus))
     if ask and not _agreed(f"delete these {len(surplus)} folders ({total})? [y/N] "):
         print("nothing was deleted")
         return
@@ -65,7 +67,8 @@ def _surplus(raw: Mapping[str, Any], wanted: set[str]) -> list[tuple[str, Path]]
     return found + [("scratch", p) for p in sorted(scratch) if not is_claimed(WORK / p.name)]
 
 
-def _human(size: int) -> str:
+def human_size(size: int) -> str:
+    """Return a size in bytes as people read it, e.g. 269 MB."""
     value = float(size)
     for unit in ("B", "kB", "MB"):
         if value < 1000:

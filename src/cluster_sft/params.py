@@ -241,6 +241,7 @@ class Launch(Section):
     micro_batch: PositiveInt = 8
     gradient_checkpointing: bool = False
     checkpoint_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    offline: bool = False
 
 
 class Params(Section):

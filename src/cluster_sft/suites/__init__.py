@@ -101,6 +101,7 @@ class Kind:
         required: those of them that must be given.
         files: of a spec, the paths that it reads; those outside the suite's folder count in its
             cache key like those inside.
+        fetch: brings what an evaluation reads from a network; returns those files.
     """
 
     run: Callable[[Evaluation], Scores]
@@ -108,6 +109,7 @@ class Kind:
     options: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     files: Callable[[Mapping[str, Any]], list[str]] = lambda spec: []
+    fetch: Callable[[Evaluation], list[Path]] = lambda evaluation: []
 
 
 def kinds() -> list[str]:

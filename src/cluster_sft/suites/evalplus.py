@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,15 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_sft import sandbox
 from cluster_sft.errors import UserError
+from cluster_sft.offline import NotFetchedError, is_offline
 from cluster_sft.suites import Evaluation, Kind, Metric, Scores, _evalplus_check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DATASETS = {
-    "humaneval": "from evalplus.data.humaneval import _ready_human_eval_plus_path as path",
-    "mbpp": "from evalplus.data.mbpp import _ready_mbpp_plus_path as path",
+    "humaneval": ("HumanEvalPlus", "humaneval import HUMANEVAL_PLUS_VERSION as version"),
+    "mbpp": ("MbppPlus", "mbpp import MBPP_PLUS_VERSION as version"),
 }
+# EvalPlus reads where to cache when it is imported, so this runs in a process of its own.
+LOCATE = """
+from evalplus.data.utils import get_dataset_metadata, make_cache
+from evalplus.data.{version}
+url, path = get_dataset_metadata("{name}", version, False)
+"""
 FIELDS = {
     "task_id": str,
     "prompt": str,
@@ -111,10 +119,10 @@ def pass_at_1(name: str, passed: Sequence[bool]) -> Metric:
 
 
 def problem_file(evaluation: Evaluation) -> Path:
-    """Return the suite's file of problems; without one EvalPlus downloads its own to scratch.
+    """Return the suite's file of problems; without one EvalPlus's own, of EvalPlus's cache.
 
     Raises:
-        UserError: the file does not exist, or the download failed.
+        UserError: the file does not exist, the download failed, or an offline run lacks it.
     """
     spec, where = evaluation.spec, evaluation.suite / "suite.yaml"
     if spec["dataset"] not in DATASETS:
@@ -124,12 +132,27 @@ def problem_file(evaluation: Evaluation) -> Path:
         if not path.is_file():
             raise UserError(f"{where}: problems: {path} does not exist; correct the path")
         return path
-    # In a process of its own: EvalPlus reads where to cache, and overrides, when it is imported.
-    code = f"{DATASETS[spec['dataset']]}\nprint()\nprint(path())"
-    environment = {k: v for k, v in os.environ.items() if not k.endswith("_OVERRIDE_PATH")}
-    environment["XDG_CACHE_HOME"] = str(evaluation.scratch.resolve())
+    path = Path(_evalplus(spec["dataset"], "print(path)", where=where))
+    if path.is_file():
+        return path
+    if is_offline():
+        raise NotFetchedError(f"{where}: EvalPlus's problems are not in its cache: no {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # EvalPlus writes in place, where another evaluation might read half of it.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        code = "make_cache(url, path)\nprint()\nprint(path)"
+        found = Path(_evalplus(spec["dataset"], code, where=where, XDG_CACHE_HOME=folder))
+        if found != path:
+            found.replace(path)
+    return path
+
+
+def _evalplus(dataset: str, code: str, *, where: Path, **environment: str) -> str:
+    """Run code with EvalPlus's own `url`, `path` and `make_cache`; return its last line."""
+    name, version = DATASETS[dataset]
+    command = [sys.executable, "-c", LOCATE.format(name=name, version=version) + code]
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
     if done.returncode:
         fault = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -137,7 +160,12 @@ def problem_file(evaluation: Evaluation) -> Path:
             f"{where}: EvalPlus cannot download its problems ({fault}); connect to the network, or "
             "set `problems:` to a copy of the file"
         )
-    return Path(done.stdout.strip().splitlines()[-1])
+    return done.stdout.strip().splitlines()[-1]
+
+
+def fetch(evaluation: Evaluation) -> list[Path]:
+    """Bring EvalPlus's own problems, if the suite names no file; return where they are."""
+    return [] if "problems" in evaluation.spec else [problem_file(evaluation)]
 
 
 def read_problems(path: Path, dataset: str) -> list[dict[str, Any]]:
@@ -268,4 +296,5 @@ KIND = Kind(
     options={"dataset": str, "problems": str},
     required=("dataset",),
     files=lambda spec: [spec["problems"]] if "problems" in spec else [],
+    fetch=fetch,
 )

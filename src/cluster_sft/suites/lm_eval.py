@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster_sft.errors import UserError, known_names
+from cluster_sft.offline import NotFetchedError, is_absence, is_offline
 from cluster_sft.suites import Evaluation, Kind, Metric, Scores, _task_files
 
 if TYPE_CHECKING:
@@ -144,6 +145,10 @@ def load_tasks(evaluation: Evaluation) -> tuple[dict[str, Task], TaskManager]:
     try:
         tasks = manager.load(wanted)["tasks"]
     except Exception as error:  # of lm-eval, datasets, the Hub's client or a task's own code
+        if is_offline() and is_absence(error):
+            raise NotFetchedError(
+                f"{where}: the data sets of {', '.join(wanted)} are not in the cache of data sets"
+            ) from error
         text = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
             f"{where}: lm-eval cannot load {', '.join(wanted)}: {text}; check the names, connect "
@@ -155,6 +160,22 @@ def load_tasks(evaluation: Evaluation) -> tuple[dict[str, Task], TaskManager]:
             "kind evalplus"
         )
     return tasks, manager
+
+
+def fetch(evaluation: Evaluation) -> list[Path]:
+    """Bring the tasks' data sets into the cache of data sets; return their files there.
+
+    Data sets made of local files lie in scratch and do not count.
+    """
+    scratch = evaluation.scratch.resolve()
+    tasks, _ = load_tasks(evaluation)
+    found = {
+        Path(file["filename"]).resolve()
+        for task in tasks.values()
+        for split in task.dataset.values()
+        for file in split.cache_files
+    }
+    return sorted(path for path in found if not path.is_relative_to(scratch))
 
 
 def data_files(evaluation: Evaluation) -> dict[str, Path]:
@@ -239,4 +260,5 @@ KIND = Kind(
     },
     required=("tasks",),
     files=_outside,
+    fetch=fetch,
 )
