@@ -100,7 +100,7 @@ def test_fetch_brings_model_and_data_once_and_an_offline_process_finds_them(
 
 
 def test_fetch_under_an_offline_variable_says_so(here):
-    with pytest.raises(UserError, match=r"^rows\.yaml: .*HF_HUB_OFFLINE is set; unset it to fetch"):
+    with pytest.raises(UserError, match=r"is set; unset it to fetch \(and 4 more\)$"):
         fetching.fetch(load(here))
 
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from cluster_sft import disk, fetching, housekeeping, plan, store, strategies, suites
+from cluster_sft import disk, fetching, housekeeping, plan, store, strategies, suites, trackers
 from cluster_sft.computing import compute_with
 from cluster_sft.errors import UserError
 from cluster_sft.nodes import Node, local_models, make_node, resolve_training
@@ -214,6 +214,7 @@ def typed_launch(raw: Mapping[str, Any]) -> Launch:
 def _make(node: Node, launch: Launch, *, workspace: bool, fresh: bool = False) -> None:
     if launch.offline:
         go_offline()
+    os.environ[trackers.LEAF] = node.leaf
     start = time.monotonic()
     outcome = store.make(node, compute_with(launch), workspace=workspace, fresh=fresh)
     store.say(f"{outcome:>8} {node.leaf}  {node.key[:12]}  {time.monotonic() - start:.1f} s")

@@ -38,6 +38,7 @@ def _distinct(value: list[str]) -> list[str]:
 Token = Annotated[str, AfterValidator(_token)]
 Distinct = Annotated[list[Token], AfterValidator(_distinct)]
 Dtype = Literal["fp32", "bf16"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Ranking = Literal["peripheral", "core", "random"]
 
 
@@ -242,6 +243,7 @@ class Launch(Section):
     gradient_checkpointing: bool = False
     checkpoint_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     offline: bool = False
+    trackers: Annotated[list[Tracker], AfterValidator(_distinct)] = ["tensorboard"]
 
 
 class Params(Section):

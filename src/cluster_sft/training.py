@@ -36,6 +36,7 @@ from cluster_sft.heads import head_is_exact, supervised_positions
 from cluster_sft.models import load_model, local_path
 from cluster_sft.objective import RowLoss
 from cluster_sft.optimizers import make_optimizer
+from cluster_sft.trackers import check_trackers
 from cluster_sft.training_loop import TRAIN_LOG, Session, read_log, train
 from cluster_sft.training_results import FACTS, write_results
 from cluster_sft.training_rows import (
@@ -109,6 +110,7 @@ def fit(
         RuntimeError: as `run`.
     """
     meter = costs.start()
+    check_trackers(launch.trackers)
     processes = launch.processes
     if settings["workers"] is None:
         workers = max(d for d in divisors(settings["global_batch_size"]) if d <= MOST_WORKERS)

@@ -19,13 +19,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedModel
 
 from cluster_sft.batching import BatchPlan
 from cluster_sft.checkpoints import save_checkpoint, save_snapshot
 from cluster_sft.errors import UserError
 from cluster_sft.optimizers import learning_rate, warmup_length
+from cluster_sft.trackers import Trackers, open_trackers
 from cluster_sft.training_rows import TrainingRows, collate
 from cluster_sft.worker_cosine import worker_cosine
 from cluster_sft.workload import MicroBatch, split_step
@@ -95,7 +95,15 @@ def train(session: Session, done: int) -> None:
     """
     writer = None
     if session.accelerator.is_main_process:
-        writer = SummaryWriter(str(session.scratch / "tensorboard"), purge_step=done + 1)
+        writer = open_trackers(
+            session.accelerator,
+            session.launch.trackers,
+            scratch=session.scratch,
+            label=session.label,
+            identity=session.identity,
+            config=vars(session.params),
+            entries=read_log(session.scratch / TRAIN_LOG),
+        )
     saved = time.monotonic()
     interval = 60 * session.launch.checkpoint_minutes
     for index in range(done, len(session.plan)):
@@ -288,10 +296,7 @@ def _raise_not_finite(
     )
 
 
-def _log(path: Path, entry: dict[str, Any], writer: SummaryWriter) -> None:
+def _log(path: Path, entry: dict[str, Any], writer: Trackers) -> None:
     with path.open("a") as file:
         file.write(json.dumps(entry) + "\n")
-    for name in ("loss", "grad_norm", "lr", "worker_cosine"):
-        if entry.get(name) is None:
-            continue
-        writer.add_scalar(f"train/{name}", entry[name], entry["step"])
+    writer.log(entry)

@@ -15,6 +15,7 @@ from cluster_sft.artifacts import write_json
 from cluster_sft.checkpoints import snapshot_name
 from cluster_sft.costs import peak_resident_bytes
 from cluster_sft.models import load_tokenizer
+from cluster_sft.trackers import TENSORBOARD
 from cluster_sft.training_loop import SAVED_DTYPES, SNAPSHOTS, TRAIN_LOG, Session, read_log
 
 FACTS = "facts.json"
@@ -34,10 +35,10 @@ def write_results(session: Session, job: Mapping[str, Any], *, resumed_seconds: 
         _write_model(session, job["model"], out)
     log = session.scratch / TRAIN_LOG
     shutil.copyfile(log, out / TRAIN_LOG)
-    (out / "tensorboard").mkdir()
     # Their own names hold the host's.
-    for number, events in enumerate(sorted((session.scratch / "tensorboard").iterdir())):
-        shutil.copyfile(events, out / "tensorboard" / f"events.out.tfevents.{number}")
+    for number, events in enumerate(sorted((session.scratch / TENSORBOARD).glob("*"))):
+        (out / TENSORBOARD).mkdir(exist_ok=True)
+        shutil.copyfile(events, out / TENSORBOARD / f"events.out.tfevents.{number}")
     facts = {
         **_facts(session, read_log(log)),
         "peak_memory_bytes": int(peaks.max()),
