@@ -30,7 +30,11 @@ rule all:
 
 
 rule fetch:
+    log:
+        "work/logs/fetch.log",
+    conda:
+        "workflow/envs/cluster-sft.yaml"
     params:
         files=files,
     shell:
-        "cluster-sft fetch --params {params.files}"
+        "cluster-sft fetch --params {params.files} 2>&1 | tee {log}"
