@@ -55,7 +55,9 @@ def fit(tiny_dataset, tmp_path_factory):
     def work_here(module, job, *, processes, **_):
         training.worker({**job, "processes": processes})
 
-    def fit(settings, *, scratch=None, processes=1, minutes=10.0, **options) -> Path:
+    def fit(
+        settings, *, scratch=None, processes=1, minutes=10.0, parallelism="ddp", **options
+    ) -> Path:
         out = tmp_path_factory.mktemp("fit")
         with pytest.MonkeyPatch.context() as patch:
             if processes == 1:
@@ -67,7 +69,11 @@ def fit(tiny_dataset, tmp_path_factory):
                 out=out,
                 scratch=scratch or tmp_path_factory.mktemp("scratch"),
                 launch=Launch(
-                    processes=processes, threads=2, micro_batch=2, checkpoint_minutes=minutes
+                    processes=processes,
+                    threads=2,
+                    micro_batch=2,
+                    checkpoint_minutes=minutes,
+                    parallelism=parallelism,
                 ),
                 **options,
             )
@@ -180,8 +186,9 @@ def test_fit_snapshots_equal_a_plain_loop_with_adamw(snapshots, settings, tiny_d
             assert torch.allclose(squares[name], moments[name], rtol=1e-3, atol=1e-10), name
 
 
-def test_fit_two_processes_give_the_snapshots_of_one_dropout_included(fit, settings):
-    options = {"snapshots": (9,), "keep_moments": True}
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+def test_fit_two_processes_give_the_snapshots_of_one_dropout_included(fit, settings, parallelism):
+    options = {"snapshots": (9,), "keep_moments": True, "parallelism": parallelism}
     leaves = [fit({**settings, "lora_dropout": 0.5}, processes=p, **options) for p in (1, 2)]
     for name in ("weights", "exp_avg"):
         ours, theirs = (load_file(x / "step-00000009" / f"{name}.safetensors") for x in leaves)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import get_scheduler
+from transformers import optimization as transformers
 
+from cluster_sft.adafactor import Adafactor
 from cluster_sft.errors import UserError
 from cluster_sft.optimizers import learning_rate, make_optimizer, warmup_length
 
@@ -41,6 +43,29 @@ def test_optimizer_decays_matrices_alone(name):
     optimizer.step()
     assert torch.allclose(layer.weight, 0.95 * before["weight"])
     assert torch.equal(layer.bias, before["bias"])
+
+
+def test_adafactor_gives_bitwise_the_steps_of_transformers():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(6, 4), (5,), (2, 3, 4)]
+    ours, theirs = (
+        [
+            torch.nn.Parameter(torch.randn(s, generator=torch.Generator().manual_seed(1)))
+            for s in shapes
+        ]
+        for _ in range(2)
+    )
+    found = Adafactor(ours, lr=0.1, weight_decay=0.3)
+    expected = transformers.Adafactor(
+        theirs, lr=0.1, weight_decay=0.3, scale_parameter=False, relative_step=False
+    )
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator)
+            b.grad = a.grad.clone()
+        found.step()
+        expected.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_optimizer_unknown_name_is_refused():

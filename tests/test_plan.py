@@ -218,7 +218,7 @@ def test_warmup_steps_replan_training(raw):
 
 @pytest.mark.parametrize("key", sorted(f"launch.{k}" for k in Launch.model_fields))
 def test_launch_key_plans_nothing(raw, key):
-    value = {"launch.parallelism": "ddp", "launch.gradient_checkpointing": True}.get(key, 3)
+    value = {"launch.parallelism": "fsdp", "launch.gradient_checkpointing": True}.get(key, 3)
     assert stamps(replace(raw, key, value)) == stamps(raw)
 
 

@@ -18,7 +18,7 @@ import polars as pl
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cluster_sft import training
 from cluster_sft.artifacts import SUBSET, write_json, write_table
@@ -196,12 +196,75 @@ def test_train_bf16_autocasts_over_float32_and_saves_bf16(train, settings, by_on
     assert np.allclose(found, expected, atol=0.05)
 
 
+@pytest.fixture(scope="module")
+def untied_model_dir(tiny_model_dir, tmp_path_factory):
+    """The tiny model with a head of its own."""
+    path = tmp_path_factory.mktemp("model") / "untied"
+    config = AutoConfig.from_pretrained(tiny_model_dir, tie_word_embeddings=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_fsdp_of_two_processes_gives_the_steps_and_the_model_of_ddp(
+    train, settings, untied_model_dir, tied
+):
+    changes, launch = {}, {}
+    if not tied:
+        changes = {"model": str(untied_model_dir), "optimizer": "adafactor"}
+        launch = {"gradient_checkpointing": True}
+    params = settings(epochs=7, loss_reduction="sequence" if tied else "token", **changes)
+    sharded, whole = (
+        train(params, processes=2, parallelism=name, **launch) for name in ("fsdp", "ddp")
+    )
+    found, expected = (read_log(leaf / "train_log.jsonl") for leaf in (sharded, whole))
+    assert len(expected) == 21
+    for key in ("loss", "grad_norm"):
+        assert np.allclose([e[key] for e in found], [e[key] for e in expected], atol=1e-4, rtol=0)
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (sharded, whole))
+    assert list(ours) == list(theirs)
+    assert all(torch.allclose(ours[n], theirs[n], atol=1e-4, rtol=0) for n in theirs)
+    assert sorted(p.name for p in sharded.iterdir()) == sorted(p.name for p in whole.iterdir())
+
+
+def test_fsdp_in_bf16_gives_the_losses_of_one_process_but_for_rounding(train, settings, by_one):
+    params = settings(precision="bf16")
+    leaves = train(params, processes=2, parallelism="fsdp"), train(params), by_one
+    found, expected, exact = (
+        np.array([e["loss"] for e in read_log(leaf / "train_log.jsonl")]) for leaf in leaves
+    )
+    assert {w.dtype for w in weights_of(leaves[0]).values()} == {torch.bfloat16}
+    print(found - expected, expected - exact, found - exact)
+    assert np.allclose(found, expected, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_checkpoint_of_other_processes_and_parallelism_is_continued(
+    train, settings, tmp_path, optimizer
+):
+    params = settings(epochs=2, optimizer=optimizer)
+    sharded, single = {"processes": 2, "parallelism": "fsdp"}, {"processes": 1}
+    first, then = (sharded, single) if optimizer == "adamw" else (single, sharded)
+    # After every step but the last: that one is done anew.
+    whole = train(params, scratch=tmp_path, checkpoint_minutes=1e-9, **first)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
+    resumed = train(params, scratch=tmp_path, **then)
+    before, after = (read_log(leaf / "train_log.jsonl") for leaf in (whole, resumed))
+    assert after[:5] == before[:5] and len(after) == 6
+    ours, theirs = weights_of(resumed), weights_of(whole)
+    assert all(torch.allclose(ours[n], theirs[n], atol=1e-5, rtol=0) for n in theirs)
+
+
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
 def test_train_killed_in_mid_epoch_resumes_to_bitwise_the_same_weights(
-    train, settings, tiny_dataset, subset, tmp_path
+    train, settings, tiny_dataset, subset, tmp_path, parallelism
 ):
     params = settings(epochs=20)
-    whole = train(params, processes=2)
+    whole = train(params, processes=2, parallelism=parallelism)
     job = {
         "params": params.model_dump(),
         "dataset": str(tiny_dataset),
@@ -218,7 +281,8 @@ from cluster_sft.params import Launch
 from cluster_sft.stage_params import TrainParams
 job = json.loads(Path({str(tmp_path / "run.json")!r}).read_text())
 paths = {{k: Path(job[k]) for k in ("dataset", "subset", "scratch", "out")}}
-launch = Launch(processes=2, threads=2, micro_batch=2, checkpoint_minutes=1e-9)
+launch = Launch(processes=2, threads=2, micro_batch=2, checkpoint_minutes=1e-9,
+                parallelism={parallelism!r})
 training.run(TrainParams(**job["params"]), **paths, launch=launch)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -234,7 +298,7 @@ training.run(TrainParams(**job["params"]), **paths, launch=launch)
     before = read_log(log)
     assert 5 <= len(before) < 60
 
-    resumed = train(params, processes=2, scratch=tmp_path / "scratch")
+    resumed = train(params, processes=2, parallelism=parallelism, scratch=tmp_path / "scratch")
     entries = read_log(resumed / "train_log.jsonl")
     assert [e["step"] for e in entries] == list(range(1, 61))
     assert entries[:3] == before[:3]  # their seconds too: they were not run again

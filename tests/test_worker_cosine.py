@@ -74,7 +74,7 @@ def train(tiny_model_dir, tiny_dataset, subset, tmp_path_factory):
     def work_here(module, job, *, processes, **_):
         training.worker({**job, "processes": processes})
 
-    def train(*, processes=1, **changes) -> Path:
+    def train(*, processes=1, parallelism="ddp", **changes) -> Path:
         out, scratch = (tmp_path_factory.mktemp(name) for name in ("train", "scratch"))
         params = TrainParams(model=str(tiny_model_dir), **SETTINGS | changes)
         with pytest.MonkeyPatch.context() as patch:
@@ -86,7 +86,9 @@ def train(tiny_model_dir, tiny_dataset, subset, tmp_path_factory):
                 subset=subset,
                 out=out,
                 scratch=scratch,
-                launch=Launch(processes=processes, threads=1, micro_batch=1),
+                launch=Launch(
+                    processes=processes, threads=1, micro_batch=1, parallelism=parallelism
+                ),
             )
         return out
 
@@ -153,8 +155,9 @@ def test_every_nth_step_is_measured_from_the_first_on(train):
     assert ["worker_cosine" in entry for entry in log] == [True, False, False, True]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_cosine_is_the_same_on_any_number_of_processes(measured, train, processes):
-    assert _cosines(train(processes=processes, cosine_every=1)) == pytest.approx(
-        _cosines(measured), abs=1e-5
-    )
+@pytest.mark.parametrize(("processes", "parallelism"), [(2, "ddp"), (4, "ddp"), (2, "fsdp")])
+def test_cosine_is_the_same_on_any_number_of_processes(measured, train, processes, parallelism):
+    leaf = train(processes=processes, parallelism=parallelism, cosine_every=1)
+    assert _cosines(leaf) == pytest.approx(_cosines(measured), abs=1e-5)
+    log = read_log(leaf / "train_log.jsonl")
+    assert [entry["workers_without_gradient"] for entry in log] == [0, 2, 0, 2]

@@ -1,7 +1,9 @@
 """Training checkpoints and snapshots: folders written beside, renamed when complete.
 
-A checkpoint is a folder `step-N` after N steps: accelerate's saved state and `checkpoint.json`.
-One is kept. It is used only by a run of the same identity (parameters, rows, weights).
+A checkpoint is a folder `step-N` after N steps: the trained weights and the optimizer's state as
+torch's distributed checkpoint, to which every process writes a part, and `checkpoint.json`. It is
+read tensor by tensor, whatever the number of processes and the parallelism that it is read by. One
+is kept. It is used only by a run of the same identity (parameters, rows, weights).
 A snapshot is a result: the trained weights after so many steps, and the optimizer's moments.
 """
 
@@ -10,37 +12,60 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed import checkpoint as distributed_checkpoint
 
 META = "checkpoint.json"
+FORMAT = 2  # of checkpoints; another one is as if it were not there
 PREFIX = "step-"
 WEIGHTS = "weights.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's Adam names them
 
 
-def save_checkpoint(accelerator: Accelerator, folder: Path, *, step: int, identity: str) -> None:
+def save_checkpoint(
+    accelerator: Accelerator,
+    folder: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    identity: str,
+    parallelism: str,
+) -> None:
     """Write the state after `step` steps; all processes call it together.
 
     Args:
-        accelerator: whose prepared models, optimizers and random states are saved.
+        accelerator: of the run.
         folder: of the run's checkpoints; the folder is made, older checkpoints are deleted.
+        model: whole or sharded.
+        optimizer: of the model's trained parameters.
         step: steps done.
         identity: digest of what the run is.
+        parallelism: by which the run is spread, for whoever looks at the folder.
     """
     beside = folder / f"partial-{step}"
     if accelerator.is_main_process:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    accelerator.save_state(str(beside))
+    # It flushes its files to disk.
+    distributed_checkpoint.save(_state(model, optimizer), checkpoint_id=beside)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (beside / META).write_text(json.dumps({"step": step, "identity": identity}))
+        meta = {
+            "format": FORMAT,
+            "step": step,
+            "identity": identity,
+            "parallelism": parallelism,
+            "processes": accelerator.num_processes,
+        }
+        (beside / META).write_text(json.dumps(meta))
         _sync(beside)
         complete = folder / f"{PREFIX}{step}"
         shutil.rmtree(complete, ignore_errors=True)
@@ -56,9 +81,42 @@ def latest_checkpoint(folder: Path, *, identity: str) -> tuple[int, Path] | None
     found = []
     for path in folder.glob(f"{PREFIX}*"):
         meta = json.loads((path / META).read_text())
-        if meta["identity"] == identity:
+        if meta["identity"] == identity and meta.get("format") == FORMAT:
             found.append((int(meta["step"]), path))
     return max(found, default=None)
+
+
+def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's weights and state into a fresh model and optimizer, before any step.
+
+    All processes call it together; each reads what it holds.
+    """
+    _make_state(optimizer)
+    distributed_checkpoint.load(_state(model, optimizer), checkpoint_id=path)
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Return all that training changes, by kind and name; the tensors share the run's memory."""
+    state: dict[str, dict[str, Tensor]] = {"weight": {}}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            state["weight"][name] = p.detach()
+            for kind, tensor in optimizer.state[p].items():
+                state.setdefault(kind, {})[name] = tensor
+    return state
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that has taken no step make its state, to be read into.
+
+    By a step at a rate of 0 along gradients of 0.
+    """
+    for group in optimizer.param_groups:
+        assert group["lr"] == 0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def snapshot_name(step: int) -> str:
@@ -66,33 +124,13 @@ def snapshot_name(step: int) -> str:
     return f"{PREFIX}{step:08d}"
 
 
-def save_snapshot(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    folder: Path,
-    *,
-    step: int,
-    dtype: torch.dtype,
-    keep_moments: bool,
-) -> None:
-    """Write the trainable weights after `step` steps, by their names in `model`.
-
-    `weights.safetensors` holds them in `dtype`; with `keep_moments` Adam's first and second moments
-    are beside it, float32 and by the same names, in `exp_avg.safetensors` and
-    `exp_avg_sq.safetensors`. One process calls it.
-    """
+def save_snapshot(folder: Path, files: Mapping[str, Mapping[str, Tensor]], *, step: int) -> None:
+    """Write a snapshot after `step` steps: tensors by name, by file. One process calls it."""
     beside = folder / f"partial-{step}"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    files: dict[str, dict[str, Tensor]] = {
-        WEIGHTS: {name: p.detach().to(dtype) for name, p in trained.items()}
-    }
-    for moment in MOMENTS if keep_moments else ():
-        states = {name: optimizer.state[p][moment] for name, p in trained.items()}
-        files[f"{moment}.safetensors"] = states
     for name, tensors in files.items():
-        save_file({k: t.contiguous().cpu() for k, t in tensors.items()}, beside / name)
+        save_file({k: t.contiguous() for k, t in tensors.items()}, beside / name)
         # safetensors 0.8 writes files that only their owner can read.
         (beside / name).chmod(0o666 & beside.stat().st_mode)
     _sync(beside)

@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 from torch import nn
-from transformers.optimization import Adafactor
 
+from cluster_sft.adafactor import Adafactor
 from cluster_sft.errors import UserError
 
 Scheduler = Literal["linear", "cosine", "constant"]
@@ -21,8 +21,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer, with a learning rate of 0 until a step sets it.
 
-    Weight decay spares vectors: biases and the scales of norms. Adafactor (Shazeer and Stern, 2018)
-    takes its rate from the schedule, without relative steps or scaling by the parameters' size.
+    Weight decay spares vectors: biases and the scales of norms. Adafactor takes its rate from the
+    schedule alone. Both work on whole and on sharded weights.
 
     Raises:
         ValueError: the name is neither adamw nor adafactor.
@@ -36,7 +36,7 @@ def make_optimizer(
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0)
     if name == "adafactor":
-        return Adafactor(groups, lr=0.0, scale_parameter=False, relative_step=False)
+        return Adafactor(groups, lr=0.0)
     raise UserError(f"train.optimizer must be adamw or adafactor, got {name!r}")
 
 

@@ -237,7 +237,7 @@ class Launch(Section):
 
     processes: PositiveInt = 1
     threads: PositiveInt | None = None
-    parallelism: Literal["ddp"] = "ddp"
+    parallelism: Literal["ddp", "fsdp"] = "ddp"
     batch_tokens: PositiveInt = 8192
     micro_batch: PositiveInt = 8
     gradient_checkpointing: bool = False

@@ -1,8 +1,9 @@
 """Stage train: weighted data-parallel fine-tuning on the selected rows.
 
 The parent checks what can be checked, starts the worker processes and shows their progress. Every
-worker reads the same rows, makes the same batch plan and computes its share of each step; gradients
-are averaged by DDP. What a step computes does not depend on the number of processes.
+worker reads the same rows, makes the same batch plan and computes its share of each step. What a
+step computes does not depend on the number of processes, nor on how they share the model: a whole
+copy each (DDP) or a part each (FSDP), see `parallelism`.
 
 Reads dataset.parquet and subset.parquet, joined by id. Writes a Hugging Face model directory,
 train_log.jsonl (a line per step), summary.json and tensorboard/; with LoRA the model is the merged
@@ -17,32 +18,31 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from tqdm import tqdm
 
 from cluster_sft import costs, launching
-from cluster_sft.adapters import add_adapter
 from cluster_sft.artifacts import SUMMARY, read_json, write_json
-from cluster_sft.batching import Step
-from cluster_sft.checkpoints import latest_checkpoint
+from cluster_sft.checkpoints import latest_checkpoint, load_checkpoint
 from cluster_sft.errors import UserError
-from cluster_sft.heads import head_is_exact, supervised_positions
-from cluster_sft.models import load_model, local_path
+from cluster_sft.models import local_path
 from cluster_sft.objective import RowLoss
 from cluster_sft.optimizers import make_optimizer
+from cluster_sft.parallelism import make_parallelism
+from cluster_sft.starting_model import head_gives_logits, make_model
 from cluster_sft.trackers import check_trackers
 from cluster_sft.training_loop import TRAIN_LOG, Session, read_log, train
 from cluster_sft.training_results import FACTS, write_results
 from cluster_sft.training_rows import (
     Selection,
-    TrainingRows,
-    collate,
     make_plan,
     read_rows,
     read_selection,
@@ -171,12 +171,15 @@ def _cost(facts: dict[str, Any], meter: costs.Meter, out: Path) -> dict[str, Any
 
 
 def make_accelerator(*, use_gpu: bool) -> Accelerator:
-    """Return the accelerator; how gradients and weights are spread over processes is decided here.
+    """Return the accelerator: the group of processes and how they communicate.
 
-    Precision is the loop's own autocast over float32 weights, so accelerate's is off.
+    Precision is the loop's own autocast over float32 weights, so accelerate's is off. FSDP is
+    torch's own: accelerate's plugin does nothing on CPUs, and says nothing.
     """
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    return Accelerator(cpu=not use_gpu, mixed_precision="no", kwargs_handlers=[ddp])
+    # The others wait while the main process reads or writes the model, perhaps over a network.
+    group = InitProcessGroupKwargs(timeout=timedelta(hours=1))
+    return Accelerator(cpu=not use_gpu, mixed_precision="no", kwargs_handlers=[ddp, group])
 
 
 def worker(job: dict[str, Any]) -> None:
@@ -196,7 +199,8 @@ def worker(job: dict[str, Any]) -> None:
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{job['label']}: GPU {accelerator.local_process_index} is out of memory; lower "
-            "launch.micro_batch or launch.batch_tokens, or set launch.gradient_checkpointing: true"
+            "launch.micro_batch or launch.batch_tokens, or set launch.gradient_checkpointing: true "
+            "or launch.parallelism: fsdp"
         ) from error
     accelerator.wait_for_everyone()
 
@@ -208,27 +212,21 @@ def _open_session(job: dict[str, Any], accelerator: Accelerator) -> Session:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the parent has shown the plan's warning
         plan = make_plan(rows.selection, params)
-    model = load_model(job["model"], dtype="fp32", device=accelerator.device)
-    adapter = None
-    if params.lora_rank:
-        adapter = add_adapter(
-            model,
-            rank=params.lora_rank,
-            alpha=params.lora_alpha,
-            dropout=params.lora_dropout,
-            targets=params.lora_targets,
-            seed=params.seed,
-        )
-    exact = _head_is_exact(model, rows, plan[0], accelerator.device)
+    parallelism = make_parallelism(launch.parallelism, accelerator)
+    make = partial(make_model, params, job["model"])
+    model, adapter = make(parallelism.first_device)
+    exact = parallelism.agree(lambda: head_gives_logits(model, rows, plan[0]))
     if launch.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     row_loss = RowLoss(model, full_logits=not exact).train()
+    row_loss = parallelism.wrap(row_loss, precision=params.precision)
     optimizer = make_optimizer(
         params.optimizer, row_loss.named_parameters(), weight_decay=params.weight_decay
     )
-    row_loss, optimizer = accelerator.prepare(row_loss, optimizer)
     return Session(
         accelerator=accelerator,
+        parallelism=parallelism,
+        make_model=make,
         row_loss=row_loss,
         optimizer=optimizer,
         rows=rows,
@@ -245,18 +243,6 @@ def _open_session(job: dict[str, Any], accelerator: Accelerator) -> Session:
     )
 
 
-def _head_is_exact(model: Any, rows: TrainingRows, step: Step, device: torch.device) -> bool:
-    """Whether the head alone gives the model's own logits, tried on one row."""
-    first = next(positions for positions, _ in step if len(positions))[:1]
-    ids, mask, labels = collate(rows, first, device=device)
-    marked = supervised_positions(labels, mask)
-    targets = labels.roll(-1, dims=1)[marked]
-    exact = head_is_exact(model, ids, mask, marked.flatten().nonzero()[:, 0], targets)
-    if not exact:
-        print("the head alone does not give this model's logits: training on full logits")
-    return exact
-
-
 def _resume(session: Session) -> int:
     """Load the last complete checkpoint and cut the log to it; return the steps done."""
     found = latest_checkpoint(session.checkpoints, identity=session.identity)
@@ -266,7 +252,7 @@ def _resume(session: Session) -> int:
         kept = [entry for entry in read_log(path) if entry["step"] <= done]
         path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
     if found:
-        session.accelerator.load_state(str(found[1]))
+        load_checkpoint(found[1], model=session.model, optimizer=session.optimizer)
     session.accelerator.wait_for_everyone()
     return done
 

@@ -1,7 +1,8 @@
 """The training loop: what one worker process does in every step.
 
-Gradients accumulate over a process's micro-batches and are averaged by DDP on the last one. The
-step's denominator is global and lies in the coefficients, so nothing here divides.
+Gradients accumulate over a process's micro-batches and are averaged over processes, in the way that
+`parallelism` has. The step's denominator is global and lies in the coefficients, so nothing here
+divides.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +24,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cluster_sft.batching import BatchPlan
-from cluster_sft.checkpoints import save_checkpoint, save_snapshot
+from cluster_sft.checkpoints import MOMENTS, WEIGHTS, save_checkpoint, save_snapshot
 from cluster_sft.errors import UserError
 from cluster_sft.optimizers import learning_rate, warmup_length
+from cluster_sft.parallelism import MakeModel, Parallelism
 from cluster_sft.trackers import Trackers, open_trackers
 from cluster_sft.training_rows import TrainingRows, collate
-from cluster_sft.worker_cosine import worker_cosine
+from cluster_sft.worker_cosine import trained
 from cluster_sft.workload import MicroBatch, split_step
 
 if TYPE_CHECKING:
@@ -46,6 +49,8 @@ class Session:
     """One worker process's view of a run; everything but `accelerator` is alike in all.
 
     Attributes:
+        parallelism: how the processes share the model.
+        make_model: loads the untrained model again.
         model: what `row_loss` wraps; with LoRA its layers hold the adapter.
         adapter: PEFT's view of the model with LoRA, else None.
         label: the run's name in messages.
@@ -54,6 +59,8 @@ class Session:
     """
 
     accelerator: Accelerator
+    parallelism: Parallelism
+    make_model: MakeModel
     row_loss: torch.nn.Module
     optimizer: torch.optim.Optimizer
     rows: TrainingRows
@@ -113,15 +120,18 @@ def train(session: Session, done: int) -> None:
         entry |= measured
         if writer is not None:
             _log(session.scratch / TRAIN_LOG, entry, writer)
-            # Before the checkpoint: whatever a resumed run does not compute again is there.
-            if index + 1 in session.snapshots:
-                _keep(session, index + 1)
+        # Before the checkpoint: whatever a resumed run does not compute again is there.
+        if index + 1 in session.snapshots:
+            _keep(session, index + 1)
         if is_due and index + 1 < len(session.plan):
             save_checkpoint(
                 session.accelerator,
                 session.checkpoints,
+                model=session.model,
+                optimizer=session.optimizer,
                 step=index + 1,
                 identity=session.identity,
+                parallelism=session.launch.parallelism,
             )
             saved = time.monotonic()
     if writer is not None:
@@ -133,43 +143,20 @@ def _measure(session: Session, index: int) -> dict[str, Any]:
     every = session.params.cosine_every
     if not every or index % every:
         return {}
-    accelerator, rows = session.accelerator, session.rows
     shares = split_step(
         session.plan[index],
-        lengths=rows.lengths_N,
-        n_tokens=rows.n_tokens_N,
+        lengths=session.rows.lengths_N,
+        n_tokens=session.rows.n_tokens_N,
         processes=session.plan.workers,
         loss_reduction=session.params.loss_reduction,
         micro_batch=session.launch.micro_batch,
         batch_tokens=session.launch.batch_tokens,
     )
-    size = len(shares) // accelerator.num_processes
-    mine = shares[accelerator.process_index * size :][:size]
-    parameters = [p for p in session.row_loss.parameters() if p.requires_grad]
-    return worker_cosine(
-        (_worker_gradient(session, index, share, parameters) for share in mine),
-        parameters,
-        workers=len(shares),
-        add_up=lambda x: cast("Tensor", accelerator.reduce(x, reduction="sum")),
-    )
 
+    def loss(module: torch.nn.Module, micro: MicroBatch) -> Tensor:
+        return _weighted_losses(session, module, index, micro)[0]
 
-def _worker_gradient(
-    session: Session, index: int, share: list[MicroBatch], parameters: list[torch.nn.Parameter]
-) -> list[Tensor | None]:
-    """Return a logical worker's own gradient; no parameter's `grad` is touched."""
-    # Without DDP's wrapper, which would share the gradient.
-    row_loss = session.accelerator.unwrap_model(session.row_loss)
-    total: list[Tensor | None] = [None] * len(parameters)
-    for micro in share:
-        if micro.coefficients.any():
-            weighted = _weighted_losses(session, row_loss, index, micro)[0]
-            parts = torch.autograd.grad(weighted, parameters, allow_unused=True)
-            total = [
-                b if a is None else a if b is None else a + b
-                for a, b in zip(total, parts, strict=True)
-            ]
-    return total
+    return session.parallelism.cosine(session.row_loss, shares, loss)
 
 
 def _run_step(session: Session, index: int, *, is_due: bool) -> tuple[dict[str, Any], bool]:
@@ -192,8 +179,7 @@ def _run_step(session: Session, index: int, *, is_due: bool) -> tuple[dict[str, 
     if not math.isfinite(loss):
         _raise_not_finite(session, index, row_losses)
     bound = params.max_grad_norm or math.inf
-    norm = accelerator.clip_grad_norm_(session.row_loss.parameters(), bound)
-    norm = float(cast("Tensor", norm))
+    norm = session.parallelism.clip(trained(session.row_loss), bound)
     if not math.isfinite(norm):
         _raise_not_finite(session, index, row_losses)
     rate = _learning_rate(session, index)
@@ -225,9 +211,9 @@ def _accumulate(
     seen = []
     for number, micro in enumerate(share, start=1):
         is_last = number == len(share)
-        with nullcontext() if is_last else accelerator.no_sync(session.row_loss):
+        with nullcontext() if is_last else session.parallelism.no_sync(session.row_loss):
             weighted, losses = _weighted_losses(session, session.row_loss, index, micro)
-            # DDP averages over processes; the step's loss is their sum.
+            # Gradients are averaged over processes; the step's loss is their sum.
             accelerator.backward(accelerator.num_processes * weighted)
         total += weighted.detach()
         seen.append((micro, losses.detach()))
@@ -251,14 +237,25 @@ def _dropout_seed(seed: int, index: int, row: int) -> int:
 
 
 def _keep(session: Session, step: int) -> None:
-    save_snapshot(
-        session.model,
-        session.optimizer,
-        session.scratch / SNAPSHOTS,
-        step=step,
-        dtype=session.saved_dtype,
-        keep_moments=session.keep_moments,
-    )
+    """Keep the trained weights and, where asked for, Adam's moments, float32, by the same names."""
+    weights = [(name, p) for name, p in session.model.named_parameters() if p.requires_grad]
+    files = {WEIGHTS: _on_main(session, weights, session.saved_dtype)}
+    for moment in MOMENTS if session.keep_moments else ():
+        named = [(name, session.optimizer.state[p][moment]) for name, p in weights]
+        files[f"{moment}.safetensors"] = _on_main(session, named, torch.float32)
+    if session.accelerator.is_main_process:
+        save_snapshot(session.scratch / SNAPSHOTS, files, step=step)
+
+
+def _on_main(
+    session: Session, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the whole tensors in the main process's memory, none elsewhere."""
+    kept = {}
+    for name, tensor in session.parallelism.whole(named):
+        if session.accelerator.is_main_process:
+            kept[name] = tensor.to("cpu", dtype)
+    return kept
 
 
 def _autocast(session: Session) -> torch.autocast:

@@ -6,9 +6,10 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from transformers import PreTrainedModel
 
 from cluster_sft.adapters import merge_adapter, save_adapter
 from cluster_sft.artifacts import write_json
@@ -18,6 +19,9 @@ from cluster_sft.models import load_tokenizer
 from cluster_sft.trackers import TENSORBOARD
 from cluster_sft.training_loop import SAVED_DTYPES, SNAPSHOTS, TRAIN_LOG, Session, read_log
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 FACTS = "facts.json"
 
 
@@ -26,13 +30,16 @@ def write_results(session: Session, job: Mapping[str, Any], *, resumed_seconds: 
     accelerator, out = session.accelerator, Path(job["out"])
     peak = torch.tensor([_peak_memory(accelerator.device)], dtype=torch.float64)
     peaks = cast("torch.Tensor", accelerator.gather(peak.to(accelerator.device)))
+    trained = None
+    if not session.snapshots:
+        trained = session.parallelism.collect(session.model, session.adapter, session.make_model)
     if not accelerator.is_main_process:
         return
     for step in sorted(session.snapshots):
         name = snapshot_name(step)
         shutil.copytree(session.scratch / SNAPSHOTS / name, out / name, copy_function=_link)
-    if not session.snapshots:
-        _write_model(session, job["model"], out)
+    if trained is not None:
+        _write_model(session, *trained, source=job["model"], out=out)
     log = session.scratch / TRAIN_LOG
     shutil.copyfile(log, out / TRAIN_LOG)
     # Their own names hold the host's.
@@ -47,13 +54,19 @@ def write_results(session: Session, job: Mapping[str, Any], *, resumed_seconds: 
     write_json(session.scratch / FACTS, facts)
 
 
-def _write_model(session: Session, source: str, out: Path) -> None:
+def _write_model(
+    session: Session,
+    model: PreTrainedModel,
+    adapter: PeftModel | None,
+    *,
+    source: str,
+    out: Path,
+) -> None:
     """Write the model directory; an adapter is saved, and merged into the model."""
-    model: Any = session.model
-    if session.adapter is not None:
-        save_adapter(session.adapter, out / "adapter", base=session.params.model)
-        model = merge_adapter(session.adapter)
-    model.to(SAVED_DTYPES[session.params.precision]).save_pretrained(out)
+    if adapter is not None:
+        save_adapter(adapter, out / "adapter", base=session.params.model)
+        model = merge_adapter(adapter)
+    cast("Any", model).to(SAVED_DTYPES[session.params.precision]).save_pretrained(out)
     # safetensors 0.8 writes files that only their owner can read.
     for weights in out.rglob("*.safetensors"):
         weights.chmod((out / "config.json").stat().st_mode)

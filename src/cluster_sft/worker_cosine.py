@@ -4,9 +4,10 @@ With u_k = g_k / ||g_k||, the mean of cos(g_j, g_k) over pairs of W workers is
 
     (||sum_k u_k||^2 - W) / (W (W - 1)),
 
-so that a process adds up its own workers' unit gradients and only the sum is shared. A worker
-without a gradient counts as none. The gradients are taken apart from the step's, by backward passes
-of their own that leave no trace in the parameters: measuring changes no trained number.
+so that a process adds up its own workers' unit gradients and only the sum is shared. Where
+gradients are cut over processes (FSDP) each adds up its part of all workers' gradients and squared
+norms are shared. A worker without a gradient counts as none. The gradients are taken apart from the
+step's, by backward passes of their own that leave no trace: measuring changes no trained number.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from cluster_sft.workload import MicroBatch
 
 
 def worker_cosine(
@@ -25,6 +28,7 @@ def worker_cosine(
     *,
     workers: int,
     add_up: Callable[[Tensor], Tensor],
+    is_cut: bool = False,
 ) -> dict[str, Any]:
     """Return `worker_cosine`, None for fewer than two gradients, and `workers_without_gradient`.
 
@@ -35,19 +39,23 @@ def worker_cosine(
         parameters: what the gradients are by.
         workers: W, of all processes.
         add_up: returns the sum of a tensor over processes.
+        is_cut: gradients and parameters are this process's parts, and the gradients those of all
+            workers, on every process.
     """
+    over_parts, over_workers = (add_up, _itself) if is_cut else (_itself, add_up)
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     found = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for gradient in gradients:
-        norm = _norm(gradient)
+        norm = math.sqrt(float(over_parts(_square(gradient, like=found))))
         if norm == 0:
             continue
         found += 1
         for total, part in zip(sums, gradient, strict=True):
             if part is not None:
                 total.add_(part.float(), alpha=1 / norm)
-    known = round(float(add_up(found)))
-    square = sum(float(add_up(total).double().square().sum()) for total in sums)
+    known = round(float(over_workers(found)))
+    parts = [over_workers(total).double().square().sum() for total in sums]
+    square = float(over_parts(torch.stack(parts).sum()))
     return {
         "worker_cosine": mean_cosine(square, known),
         "workers_without_gradient": workers - known,
@@ -64,6 +72,32 @@ def mean_cosine(square: float, workers: int) -> float | None:
     return (square - workers) / (workers * (workers - 1))
 
 
-def _norm(gradient: Sequence[Tensor | None]) -> float:
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are trained."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def whole_gradient(
+    share: Iterable[MicroBatch],
+    parameters: Sequence[nn.Parameter],
+    loss: Callable[[MicroBatch], Tensor],
+) -> list[Tensor | None]:
+    """Return a worker's own gradient; no parameter's `grad` is touched."""
+    total: list[Tensor | None] = [None] * len(parameters)
+    for micro in share:
+        if micro.coefficients.any():
+            parts = torch.autograd.grad(loss(micro), parameters, allow_unused=True)
+            total = [
+                b if a is None else a if b is None else a + b
+                for a, b in zip(total, parts, strict=True)
+            ]
+    return total
+
+
+def _square(gradient: Sequence[Tensor | None], *, like: Tensor) -> Tensor:
     squares = [part.double().square().sum() for part in gradient if part is not None]
-    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+    return torch.stack(squares).sum() if squares else torch.zeros_like(like)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
