@@ -25,6 +25,7 @@ from cluster_sft.artifacts import SUBSET, write_json, write_table
 from cluster_sft.batching import batch_plan, cluster_weights
 from cluster_sft.errors import UserError
 from cluster_sft.params import Launch
+from cluster_sft.sharding import transformer_blocks
 from cluster_sft.stage_params import TrainParams
 from cluster_sft.training_loop import read_log
 from cluster_sft.training_rows import read_rows, read_selection
@@ -171,6 +172,7 @@ def test_train_leaf_is_a_model_directory_with_a_log_and_a_summary(by_one, tiny_d
         ({}, {"processes": 2, "batch_tokens": 100}),
         # The last step's two rows leave two of four processes without any.
         ({"loss_reduction": "token", "optimizer": "adafactor"}, {"processes": 4}),
+        ({"optimizer": "adafactor"}, {"processes": 4, "parallelism": "fsdp"}),
     ],
 )
 def test_train_any_processes_and_micro_batches_give_the_same_steps(
@@ -230,15 +232,12 @@ def test_fsdp_of_two_processes_gives_the_steps_and_the_model_of_ddp(
     assert sorted(p.name for p in sharded.iterdir()) == sorted(p.name for p in whole.iterdir())
 
 
-def test_fsdp_in_bf16_gives_the_losses_of_one_process_but_for_rounding(train, settings, by_one):
+def test_fsdp_in_bf16_gives_the_losses_of_one_process_but_for_rounding(train, settings):
     params = settings(precision="bf16")
-    leaves = train(params, processes=2, parallelism="fsdp"), train(params), by_one
-    found, expected, exact = (
-        np.array([e["loss"] for e in read_log(leaf / "train_log.jsonl")]) for leaf in leaves
-    )
+    leaves = train(params, processes=2, parallelism="fsdp"), train(params)
+    found, expected = ([e["loss"] for e in read_log(leaf / "train_log.jsonl")] for leaf in leaves)
     assert {w.dtype for w in weights_of(leaves[0]).values()} == {torch.bfloat16}
-    print(found - expected, expected - exact, found - exact)
-    assert np.allclose(found, expected, atol=0.02, rtol=0)
+    assert np.allclose(found, expected, atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
@@ -246,7 +245,7 @@ def test_checkpoint_of_other_processes_and_parallelism_is_continued(
     train, settings, tmp_path, optimizer
 ):
     params = settings(epochs=2, optimizer=optimizer)
-    sharded, single = {"processes": 2, "parallelism": "fsdp"}, {"processes": 1}
+    sharded, single = ({"processes": p, "parallelism": "fsdp"} for p in (2, 1))
     first, then = (sharded, single) if optimizer == "adamw" else (single, sharded)
     # After every step but the last: that one is done anew.
     whole = train(params, scratch=tmp_path, checkpoint_minutes=1e-9, **first)
@@ -278,6 +277,7 @@ import json
 from pathlib import Path
 from cluster_sft import training
 from cluster_sft.params import Launch
+from cluster_sft.sharding import transformer_blocks
 from cluster_sft.stage_params import TrainParams
 job = json.loads(Path({str(tmp_path / "run.json")!r}).read_text())
 paths = {{k: Path(job[k]) for k in ("dataset", "subset", "scratch", "out")}}
@@ -316,6 +316,11 @@ def test_train_loss_that_is_not_finite_names_step_and_rows(
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"loss of step 1 of 3 is not finite, rows 00\d\d"):
         train(settings(model=str(tmp_path)))
+
+
+def test_fsdp_refuses_a_model_without_transformer_blocks():
+    with pytest.raises(UserError, match="no transformer blocks in Linear; use ddp"):
+        transformer_blocks(torch.nn.Linear(1, 1))
 
 
 def test_train_processes_that_do_not_divide_the_workers_are_refused(train, settings):

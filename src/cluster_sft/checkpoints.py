@@ -12,14 +12,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 META = "checkpoint.json"
 FORMAT = 2  # of checkpoints; another one is as if it were not there
@@ -54,8 +56,9 @@ def save_checkpoint(
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    # It flushes its files to disk.
-    distributed_checkpoint.save(_state(model, optimizer), checkpoint_id=beside)
+    with _one_process_is_enough():
+        # It flushes its files to disk.
+        state_dict_saver.save(_state(model, optimizer), checkpoint_id=beside)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         meta = {
@@ -92,7 +95,16 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Opti
     All processes call it together; each reads what it holds.
     """
     _make_state(optimizer)
-    distributed_checkpoint.load(_state(model, optimizer), checkpoint_id=path)
+    with _one_process_is_enough():
+        state_dict_loader.load(_state(model, optimizer), checkpoint_id=path)
+
+
+@contextmanager
+def _one_process_is_enough() -> Iterator[None]:
+    """Keep torch from warning that a run of one process has no group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
@@ -109,14 +121,15 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer that has taken no step make its state, to be read into.
 
-    By a step at a rate of 0 along gradients of 0.
+    By steps at a rate of 0 along gradients of 0, one weight at a time: all gradients together might
+    not fit beside the buffers that DDP keeps for them.
     """
     for group in optimizer.param_groups:
-        assert group["lr"] == 0
+        assert group["lr"] == 0, "the optimizer has taken a step"
         for p in group["params"]:
             p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+            optimizer.step()
+            p.grad = None
 
 
 def snapshot_name(step: int) -> str:

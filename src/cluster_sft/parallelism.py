@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cluster_sft.sharding import Sharded
 from cluster_sft.worker_cosine import trained, whole_gradient, worker_cosine
 from cluster_sft.workload import MicroBatch
 
@@ -80,8 +81,6 @@ def make_parallelism(name: str, accelerator: Accelerator) -> Parallelism:
     assert name in ("ddp", "fsdp"), name
     if name == "ddp" or accelerator.num_processes == 1:
         return Replicated(accelerator)
-    from cluster_sft.sharding import Sharded
-
     return Sharded(accelerator)
 
 

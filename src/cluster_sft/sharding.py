@@ -42,6 +42,21 @@ if TYPE_CHECKING:
     from cluster_sft.parallelism import MakeModel, WeightedLoss
 
 
+def transformer_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the layers that Transformers checkpoints one by one, inner ones before outer ones.
+
+    Raises:
+        UserError: there are none.
+    """
+    blocks = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not blocks:
+        kind = type(getattr(module, "model", module)).__name__
+        raise UserError(
+            f"launch.parallelism is fsdp, which finds no transformer blocks in {kind}; use ddp"
+        )
+    return blocks[::-1]
+
+
 class Sharded:
     """Part of the model in every process; see `parallelism.Parallelism` for the methods."""
 
@@ -63,19 +78,14 @@ class Sharded:
     def wrap(self, module: nn.Module, *, precision: str) -> nn.Module:
         """Send, place and cut the module, unit by unit; inner blocks come before outer ones."""
         self._check_alike(module)
-        blocks = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
-        if not blocks:
-            kind = type(getattr(module, "model", module)).__name__
-            raise UserError(
-                f"launch.parallelism: fsdp finds no transformer blocks in {kind}; use ddp"
-            )
+        blocks = transformer_blocks(module)
         policy = MixedPrecisionPolicy()
         if precision == "bf16":
             policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
         placed: set[nn.Module] = set()
-        for block in reversed(blocks):
+        for block in blocks:
             self._place(block, placed)
             fully_shard(block, mesh=self.mesh, mp_policy=policy)
         self._place(module, placed)
