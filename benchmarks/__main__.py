@@ -10,7 +10,7 @@ from importlib import import_module
 
 from benchmarks import measuring, report
 
-NAMES = ["selection", "embedding", "clustering", "out_of_core"]
+NAMES = ["selection", "embedding", "clustering", "out_of_core", "training"]
 
 
 def main(arguments: list[str]) -> None:

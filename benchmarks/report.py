@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import measuring
+from benchmarks import measuring, training_note
 from benchmarks.cells import cell, gigabytes, table
 from benchmarks.growth import draw_growth
 from benchmarks.targets import Result, targets
@@ -26,6 +26,7 @@ def write(results: Path, docs: Path = DOCS) -> Path:
     """Write `docs/benchmarks.md` and its SVG figures from the JSON files in `results`."""
     writers: dict[str, Callable[[Result], Iterator[str]]] = {
         "embedding": _embedding,
+        "training": training_note.write,
         "clustering": _clustering,
         "out_of_core": _out_of_core,
         "selection": _selection,

@@ -129,8 +129,32 @@ def _selection_targets(result: Result) -> Iterator[tuple[str, str, str, bool]]:
             )
 
 
+def _training_targets(result: Result) -> Iterator[tuple[str, str, str, bool]]:
+    names = {"trainer": "Transformers' Trainer", "trl": "TRL's SFTTrainer"}
+    for arm, speed in result["speed_of"].items():
+        yield (f"train: tokens/s over {names[arm]}'s", "1", cell(speed), speed["median"] >= 1)
+    cost = result["weighted_over_unweighted"]
+    yield ("train: cost of the weighting", "below 1 %", _percent(cost, 1), cost["median"] < 1.01)
+    share = result["plan"]["share"]
+    yield ("train: cost of the plan", "below 1 %", _percent(share, 0), share["median"] < 0.01)
+    for p in result["memory"]:
+        chunked, full = p["bytes"]["chunked"], p["bytes"]["full"]
+        yield (
+            f"train: peak of a pass of {p['rows']} x {p['tokens']} against full logits",
+            "lower",
+            f"{gigabytes(chunked)} to {gigabytes(full)}",
+            chunked < full,
+        )
+
+
+def _percent(spread: Result, base: float) -> str:
+    low, mid, high = (f"{spread[name] - base:.2%}" for name in ("min", "median", "max"))
+    return f"{mid} ({low} to {high})"
+
+
 _TARGETS = {
     "embedding": _embedding_targets,
+    "training": _training_targets,
     "clustering": _clustering_targets,
     "out_of_core": _out_of_core_targets,
     "selection": _selection_targets,

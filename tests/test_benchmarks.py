@@ -10,7 +10,9 @@ import pytest
 from benchmarks import labelling, measuring, report, selection, tables, targets
 
 
-@pytest.mark.parametrize("name", ["selection", "clustering", "out_of_core", "embedding"])
+@pytest.mark.parametrize(
+    "name", ["selection", "clustering", "out_of_core", "embedding", "training"]
+)
 def test_benchmark_of_tiny_sizes_ends_in_a_note(name, tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "PEERS_PYTHON", tmp_path / "absent")
     monkeypatch.setattr(measuring, "processors", lambda: 1)  # tests share the machine
