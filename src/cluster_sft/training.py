@@ -86,8 +86,9 @@ def fit(
     """Train on the subset's rows; keep the trained model, or snapshots of it on the way.
 
     Written to `out`: train_log.jsonl and tensorboard/; without snapshots the model directory as
-    stage train writes it; with them, in its place, a folder `step-XXXXXXXX` for each, see
-    `checkpoints.save_snapshot`.
+    stage train writes it; with them, in its place, a folder `step-XXXXXXXX` for each, of
+    `weights.safetensors` by the model's names and, where kept, `exp_avg.safetensors` and
+    `exp_avg_sq.safetensors`, float32 by the same names.
 
     Args:
         settings: every field of TrainParams, as JSON values; `workers: None` cuts a step into
