@@ -48,7 +48,9 @@ def transformer_blocks(module: nn.Module) -> list[nn.Module]:
     Raises:
         UserError: there are none.
     """
-    blocks = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+    blocks: list[nn.Module] = [
+        m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)
+    ]
     if not blocks:
         kind = type(getattr(module, "model", module)).__name__
         raise UserError(

@@ -51,7 +51,7 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """The open trackers of one training, in its main process."""
 
-    def __init__(self, trackers: Sequence[GeneralTracker], state: dict[str, Any], path: Path):
+    def __init__(self, trackers: Sequence[Any], state: dict[str, Any], path: Path):
         self._open = list(trackers)
         self._state = state
         self._path = path
@@ -120,7 +120,8 @@ def open_trackers(
     # Its own files say how far it is: what they hold beyond the steps done is purged.
     state["steps"][TENSORBOARD] = done if (scratch / TENSORBOARD).is_dir() else 0
     project, run = _names(label)
-    accelerator.log_with = [_make(n, project, run, state, scratch, done=done) for n in names]
+    made: list[Any] = [_make(n, project, run, state, scratch, done=done) for n in names]
+    accelerator.log_with = made
     try:
         accelerator.init_trackers(project)
         for tracker in accelerator.trackers:

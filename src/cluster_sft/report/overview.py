@@ -87,7 +87,9 @@ def drops(prepare: Path) -> list[tuple[str, int]]:
     """Return why rows of the source were dropped and how many, the commonest reason first."""
     reasons = read_table(prepare, "dropped.parquet", ["reason"])["reason"].value_counts()
     reasons = reasons.sort(["count", "reason"], descending=[True, False])
-    return [(REASONS.get(name, name.replace("_", " ")), n) for name, n in reasons.iter_rows()]
+    names, counts = reasons["reason"].to_list(), reasons["count"].to_list()
+    told = [REASONS.get(name) or str(name).replace("_", " ") for name in names]
+    return list(zip(told, counts, strict=True))
 
 
 def _subsets(results: Results) -> list[Step]:
