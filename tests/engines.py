@@ -105,7 +105,9 @@ class Project:
         found = re.search(r"^job +count\n[- ]+\n(.*?)^total", text, re.MULTILINE | re.DOTALL)
         names = {line.split()[0] for line in found[1].splitlines() if line} if found else set()
         assert found or "Nothing to be done" in text, text
-        return names - {"all"}
+        if "unscored" in names:
+            names |= {"scorer", "features", "score"}
+        return names - {"all", "unscored"}
 
     def repro(self) -> Counter[str]:
         """Run `dvc repro`; return what `cluster-sft run` did, counted as `outcome stage`."""

@@ -1,5 +1,6 @@
 """The plan of the parameter files that Snakemake was given, and what rules ask of it."""
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -32,12 +33,17 @@ RUN = (
     "cluster-sft run $(dirname {output}) --expect {wildcards.key} --params {params.files}"
     " 2>&1 | tee {log}"
 )
+RUN_ON_NODES = RUN.replace(" 2>&1", " --nodes {params.nodes} 2>&1")
+
+# Stage and strategy of the empty leaves that strategies without scores have in place of scores.
+EMPTY = [n.leaf.split("/", 2)[2] for n in NODES.values() if n.module == "scorers.none"]
 
 
 wildcard_constraints:
     name="[A-Za-z0-9.-]+",
     slugs="[A-Za-z0-9._/-]+",
     key="[0-9a-f]{12}",
+    empty="|".join(map(re.escape, EMPTY)) or "(?!)",
 
 
 def upstream(stage):
@@ -49,7 +55,8 @@ def upstream(stage):
 
     def stamps(wildcards):
         slugs = [wildcards.slugs] if hasattr(wildcards, "slugs") else []
-        parts = ["results", wildcards.name, stage, *slugs, f"key-{wildcards.key}"]
+        place = getattr(wildcards, "empty", stage)
+        parts = ["results", wildcards.name, place, *slugs, f"key-{wildcards.key}"]
         return [ancient(parent.stamp) for parent in NODES["/".join(parts)].parents]
 
     return stamps
@@ -58,3 +65,8 @@ def upstream(stage):
 def files(wildcards):
     """Return the parameter files as the command line takes them."""
     return shlex.join(map(str, PARAMS))
+
+
+def nodes(wildcards, resources):
+    """Return the machines of a training: those that the scheduler was asked for, if it was."""
+    return resources.get("nodes", PARAMETERS["launch"]["nodes"])

@@ -1,8 +1,19 @@
 """One rule a stage. The work is in the package; a rule names its leaf, its inputs and its cores.
 
 The only output is the stamp: Snakemake deletes outputs before a job and after a failure, and must
-never delete a result. Heavy stages take the threads that `launch.threads` asks for.
+never delete a result. Heavy stages take the threads that `launch.threads` asks for. Rules that take
+seconds run where Snakemake runs, on a cluster too, where a job takes longer to start.
 """
+
+
+localrules:
+    unscored,
+    select,
+    report,
+    study,
+
+
+ruleorder: unscored > scorer > features > score
 
 
 rule prepare:
@@ -81,8 +92,9 @@ rule train:
     threads: THREADS
     params:
         files=files,
+        nodes=nodes,
     shell:
-        RUN
+        RUN_ON_NODES
 
 
 rule evaluate:
@@ -143,6 +155,22 @@ rule score:
     conda:
         "envs/cluster-sft.yaml"
     threads: THREADS
+    params:
+        files=files,
+    shell:
+        RUN
+
+
+rule unscored:
+    input:
+        upstream("unscored"),
+    output:
+        "results/{name}/{empty}/key-{key}",
+    log:
+        "work/logs/{name}/{empty}/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: 1
     params:
         files=files,
     shell:
