@@ -35,6 +35,8 @@ SETTINGS = {
 class Project:
     """A working tree with the repository's code and workflow, tiny data and a tiny model."""
 
+    timeout: float = 280  # seconds for one command
+
     def __init__(self, root: Path) -> None:
         self.root = root
 
@@ -90,7 +92,7 @@ class Project:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=280,
+            timeout=self.timeout,
         )
         assert done.returncode == status, f"{command}: {done.returncode}\n{done.stdout[-4000:]}"
         return done.stdout

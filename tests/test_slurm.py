@@ -8,6 +8,7 @@ from cluster_sft import slurm
 from cluster_sft.computing import compute_with
 from cluster_sft.errors import UserError
 from cluster_sft.params import Launch
+from engines import Project
 
 VARIABLES = {
     "SLURM_JOB_ID": "4711",
@@ -85,3 +86,17 @@ def test_place_outside_of_a_step_is_refused(commands, monkeypatch):
 def test_processes_that_cannot_be_spread_over_the_nodes_are_refused():
     with pytest.raises(UserError, match=r"multiple of launch\.nodes \(2\), got 3"):
         compute_with(Launch(processes=3, nodes=2))
+
+
+def test_profile_spreads_training_over_nodes_and_every_rule_is_told(tiny_model_dir, tmp_path):
+    project = Project.create(tmp_path / "p", tiny_model_dir)
+    project.edit("launch.processes", 2)
+    planned = project.call("snakemake", "-n", "-p", "--profile", "profiles/slurm")
+    assert planned.count("nodes=2, tasks=2, mpi=srun") == 2  # of two strategies
+    assert planned.count("--nodes 2 2>&1") == planned.count("cluster-sft run ")
+
+
+def test_nodes_without_a_scheduler_are_those_of_the_parameters(tiny_model_dir, tmp_path):
+    project = Project.create(tmp_path / "p", tiny_model_dir)
+    planned = project.call("snakemake", "-n", "-p", "--cores", "2")
+    assert planned.count("--nodes 1 2>&1") == planned.count("cluster-sft run ") > 0

@@ -33,7 +33,6 @@ RUN = (
     "cluster-sft run $(dirname {output}) --expect {wildcards.key} --params {params.files}"
     " 2>&1 | tee {log}"
 )
-RUN_ON_NODES = RUN.replace(" 2>&1", " --nodes {params.nodes} 2>&1")
 
 # Stage and strategy of the empty leaves that strategies without scores have in place of scores.
 EMPTY = [n.leaf.split("/", 2)[2] for n in NODES.values() if n.module == "scorers.none"]
@@ -63,10 +62,11 @@ def upstream(stage):
 
 
 def files(wildcards):
-    """Return the parameter files as the command line takes them."""
-    return shlex.join(map(str, PARAMS))
+    """Return the parameter files, and the machines of a training, as the command line takes them.
 
-
-def nodes(wildcards, resources):
-    """Return the machines of a training: those that the scheduler was asked for, if it was."""
-    return resources.get("nodes", PARAMETERS["launch"]["nodes"])
+    A profile may give its rule machines. The other rules are told as well, to take of the processes
+    those that fall on one.
+    """
+    asked = workflow.get_rule("train").resources.get("nodes")
+    nodes = asked.value if asked else PARAMETERS["launch"]["nodes"]
+    return f"{shlex.join(map(str, PARAMS))} --nodes {nodes}"

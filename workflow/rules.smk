@@ -92,9 +92,8 @@ rule train:
     threads: THREADS
     params:
         files=files,
-        nodes=nodes,
     shell:
-        RUN_ON_NODES
+        RUN
 
 
 rule evaluate:

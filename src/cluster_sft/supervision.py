@@ -85,8 +85,7 @@ def supervise(
 def _tell(process: subprocess.Popen[bytes], *, through_input: bool) -> None:
     with contextlib.suppress(psutil.NoSuchProcess, BrokenPipeError):
         if through_input and process.stdin is not None:
-            process.stdin.write(STOP)
-            process.stdin.flush()
+            os.write(process.stdin.fileno(), STOP)
             return
         for worker in psutil.Process(process.pid).children():
             worker.terminate()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -48,12 +49,15 @@ SLURM = [
     *("--slurm-status-command", "squeue", "--slurm-init-seconds-before-status-checks", "1"),
     *("--seconds-between-status-checks", "1", "--latency-wait", "10", "--jobs", "4"),
 ]
-PATIENCE = 900  # seconds for what takes one or two minutes on a machine with nothing else to do
+# Seconds for what takes one or two minutes on a machine with nothing else to do.
+PATIENCE = float(os.environ.get("SLURM_TEST_PATIENCE", "900"))
 EARLY = 3  # steps after which a training counts as under way
 
 
 class Tree(Project):
     """A project whose nodes can be asked for by stage and strategy."""
+
+    timeout = PATIENCE
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -172,10 +176,11 @@ def slurm(*command: str) -> str:
     return done.stdout.strip()
 
 
-def jobs(*, rule: str = "", states: str = "all") -> list[list[str]]:
-    """Return number, state, comment and nodes of Slurm's jobs, oldest first."""
-    listed = slurm("squeue", "-h", f"--states={states}", "--sort=i", "--format=%i|%T|%k|%N")
-    return [line.split("|") for line in listed.splitlines() if f"rule_{rule}" in line or not rule]
+def jobs(tree: Tree, *, rule: str = "") -> list[list[str]]:
+    """Return number, state, comment and nodes of a tree's jobs, oldest first."""
+    listed = slurm("squeue", "-h", "--states=all", "--sort=i", "--format=%i|%T|%k|%N|%Z")
+    found = [line.split("|") for line in listed.splitlines()]
+    return [j[:4] for j in found if j[4] == str(tree.root) and j[2].startswith(f"rule_{rule}")]
 
 
 def job_of(tree: Tree, strategy: str) -> str:
@@ -189,7 +194,7 @@ def workers(tree: Tree, strategy: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if command[1:3] == ["-m", "cluster_sft.training"] and command[-1] == mark:
+        if command[-3:] == ["-m", "cluster_sft.training", mark]:
             found.append(process)
     return found
 
@@ -209,10 +214,10 @@ def targets(tree: Tree, *strategies: str) -> list[str]:
 
 
 def test_slurm_stages_before_training_are_jobs_and_short_ones_are_not(cluster):
-    submitted = Counter(comment.split("_wildcards_")[0] for _, _, comment, _ in jobs())
+    submitted = Counter(comment.split("_wildcards_")[0] for _, _, comment, _ in jobs(cluster))
     assert {"rule_prepare", "rule_embed", "rule_cluster"} <= set(submitted)
     assert not any("select" in name or "unscored" in name for name in submitted)
-    assert {state for _, state, _, _ in jobs()} == {"COMPLETED"}
+    assert {state for _, state, _, _ in jobs(cluster)} == {"COMPLETED"}
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +239,8 @@ def interrupted(cluster) -> dict[str, list[dict]]:
             time.sleep(0.02)
         slurm("scancel", job_of(cluster, "cluster"))
         number, ends = job_of(cluster, "random"), workers(cluster, "random")
-        slurm("scontrol", "update", f"JobId={number}", "TimeLimit=1")
+        limit = minutes_of(number) + 2
+        slurm("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
         wait_until(
             lambda: all(is_pending(p, signal.SIGTERM) for p in ends if p.is_running()),
             seconds=PATIENCE,
@@ -245,6 +251,13 @@ def interrupted(cluster) -> dict[str, list[dict]]:
         assert process.wait(timeout=PATIENCE) == 1, cluster.said()
     damaged.write_text(whole)
     return steps
+
+
+def minutes_of(number: str) -> int:
+    """Return the whole minutes that a job has run."""
+    shown = slurm("scontrol", "show", "job", number)
+    hours, minutes, _ = re.search(r"RunTime=(?:\d+-)?(\d+):(\d+):(\d+)", shown).groups()
+    return 60 * int(hours) + int(minutes)
 
 
 def is_pending(process: psutil.Process, number: int) -> bool:
@@ -283,6 +296,8 @@ def requeued(cluster, interrupted) -> list[dict]:
         wait_until(
             lambda: state(number) != "RUNNING", seconds=PATIENCE, what="the loss was not noticed"
         )
+        for worker in workers(cluster, "uniform"):
+            worker.resume()  # of the lost node, which Slurm did not reach; they end themselves
         subprocess.run([UP, "node2"], check=True, timeout=60)
         assert process.wait(timeout=PATIENCE) == 0, cluster.said()
     assert slurm("scontrol", "show", "job", number).count("Restarts=1") == 1
@@ -290,7 +305,7 @@ def requeued(cluster, interrupted) -> list[dict]:
 
 
 def state(number: str) -> str:
-    return next(s for i, s, _, _ in jobs() if i == number)
+    return slurm("squeue", "-h", "--states=all", f"--jobs={number}", "--format=%T")
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +343,9 @@ def test_slurm_final_weights_are_those_of_an_uninterrupted_run(finished, two, st
 
 
 def test_slurm_trainings_ran_on_two_nodes(finished):
-    assert {nodes for _, s, _, nodes in jobs(rule="train") if s == "COMPLETED"} == {"node[1-2]"}
+    assert {nodes for _, s, _, nodes in jobs(finished, rule="train") if s == "COMPLETED"} == {
+        "node[1-2]"
+    }
     facts = json.loads((finished.leaf("train", "cluster") / "summary.json").read_text())
     assert facts["processes"] == 2
 
