@@ -68,5 +68,5 @@ def files(wildcards):
     those that fall on one.
     """
     asked = workflow.get_rule("train").resources.get("nodes")
-    nodes = asked.value if asked else PARAMETERS["launch"]["nodes"]
+    nodes = getattr(asked, "value", None) or PARAMETERS["launch"]["nodes"]
     return f"{shlex.join(map(str, PARAMS))} --nodes {nodes}"

@@ -52,10 +52,10 @@ def _run(scratch: Path, job: dict[str, Any], *, place: slurm.Place, local: int) 
     asked = threading.Event()
     with start(command, environment, log=log, talks=False) as process:
         threading.Thread(target=_listen, args=(asked,), daemon=True).start()
-        supervise(process, asked=asked)
-    if process.returncode:
-        told = f"node {socket.gethostname()}: {log} ends with:\n{tail(log, lines=LINES)}"
-        print(told, file=sys.stderr)
+        told = supervise(process, asked=asked)
+    if process.returncode and not told:
+        ending = f"node {socket.gethostname()}: {log} ends with:\n{tail(log, lines=LINES)}"
+        print(ending, file=sys.stderr)
     return process.returncode
 
 
