@@ -2,6 +2,7 @@
 # make study-NAME  a study of sweeps/: study-main, study-weighting, ...; of PARAMS=presets/evol-7b.yaml
 #             instead of params.yaml, or ON=code-and-medical, a file of sweeps/on/, for several of them
 # make test   the test suite
+# make test-slurm  the pipeline on a real Slurm, which it starts on this machine: root on Debian
 # make bench  every speed and memory claim beside its peers (an hour); BENCH=clustering for one of them
 # make install the environment alone, in .venv (PYTHON=python3.11 make install selects the interpreter)
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PEERS := benchmarks/out/peers-venv
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test bench install check
+.PHONY: demo test test-slurm bench install check
 
 demo: install
 	snakemake --cores $(CORES)
@@ -26,6 +27,9 @@ study-%: sweeps/%.yaml install
 
 test: install
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-slurm: install
+	tests/slurm/run.sh
 
 bench: install $(PEERS)/installed
 	python -m benchmarks $(BENCH)

@@ -35,6 +35,8 @@ SETTINGS = {
 class Project:
     """A working tree with the repository's code and workflow, tiny data and a tiny model."""
 
+    timeout: float = 280  # seconds for one command
+
     def __init__(self, root: Path) -> None:
         self.root = root
 
@@ -90,7 +92,7 @@ class Project:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=280,
+            timeout=self.timeout,
         )
         assert done.returncode == status, f"{command}: {done.returncode}\n{done.stdout[-4000:]}"
         return done.stdout
@@ -105,7 +107,9 @@ class Project:
         found = re.search(r"^job +count\n[- ]+\n(.*?)^total", text, re.MULTILINE | re.DOTALL)
         names = {line.split()[0] for line in found[1].splitlines() if line} if found else set()
         assert found or "Nothing to be done" in text, text
-        return names - {"all"}
+        if "unscored" in names:
+            names |= {"scorer", "features", "score"}
+        return names - {"all", "unscored"}
 
     def repro(self) -> Counter[str]:
         """Run `dvc repro`; return what `cluster-sft run` did, counted as `outcome stage`."""

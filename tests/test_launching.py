@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import psutil
@@ -21,11 +22,11 @@ from cluster_sft.launching import launch, worker_environment
 from cluster_sft.threads import THREAD_VARIABLES
 
 PROGRAM = """
-    import os, time, torch
+    import json, os, sys, time, torch
     from pathlib import Path
     from accelerate import Accelerator
     from cluster_sft.errors import UserError
-    from cluster_sft.launching import work
+    from cluster_sft.launching import told_to_stop, work
 
     def run(job):
         folder = Path(job["folder"])
@@ -46,9 +47,15 @@ PROGRAM = """
             raise KeyError("lost")
         while job["end"] == "never":
             time.sleep(0.1)
+        if job["end"] == "told":
+            while not told_to_stop():
+                time.sleep(0.1)
+            time.sleep(1)
+            (folder / f"saved-{rank}").touch()
+            raise KeyboardInterrupt
 
     if __name__ == "__main__":
-        work(run)
+        work(run, finishes=json.loads(Path(sys.argv[1]).read_text())["end"] == "told")
 """
 
 
@@ -118,6 +125,22 @@ def test_launch_defect_of_a_worker_names_the_log(start):
     with pytest.raises(RuntimeError, match=r"workers\.log") as caught:
         start("defect")
     assert "KeyError" in str(caught.value)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_launch_told_to_end_waits_until_the_workers_have_saved(start, tmp_path, processes):
+    def tell():
+        wait_until(lambda: (tmp_path / f"threads-{processes - 1}").exists(), seconds=120)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    with pytest.raises(KeyboardInterrupt):
+        start("told", processes=processes)
+    teller.join()
+    assert all((tmp_path / f"saved-{rank}").exists() for rank in range(processes))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.timeout(180)

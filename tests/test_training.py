@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from cluster_sft import training
+from cluster_sft import training, training_loop
 from cluster_sft.artifacts import SUBSET, write_json, write_table
 from cluster_sft.batching import batch_plan, cluster_weights
 from cluster_sft.errors import UserError
 from cluster_sft.params import Launch
 from cluster_sft.sharding import transformer_blocks
 from cluster_sft.stage_params import TrainParams
-from cluster_sft.training_loop import read_log
+from cluster_sft.training_loop import TRAIN_LOG, read_log
 from cluster_sft.training_rows import read_rows, read_selection
 
 IDS = [f"{i:04d}" for i in range(3, 21)]
@@ -275,7 +275,7 @@ def test_train_killed_in_mid_epoch_resumes_to_bitwise_the_same_weights(
     code = f"""
 import json
 from pathlib import Path
-from cluster_sft import training
+from cluster_sft import training, training_loop
 from cluster_sft.params import Launch
 from cluster_sft.sharding import transformer_blocks
 from cluster_sft.stage_params import TrainParams
@@ -304,6 +304,20 @@ training.run(TrainParams(**job["params"]), **paths, launch=launch)
     assert entries[:3] == before[:3]  # their seconds too: they were not run again
     ours, theirs = weights_of(resumed), weights_of(whole)
     assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_train_told_to_end_saves_the_step_and_resumes_to_the_same_weights(
+    train, settings, by_one, tmp_path, monkeypatch
+):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(training_loop, "told_to_stop", lambda: len(read_log(scratch / TRAIN_LOG)) > 0)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings(), scratch=scratch)
+    assert [p.name for p in (scratch / "checkpoints").iterdir()] == ["step-2"]
+    resumed = weights_of(train(settings(), scratch=scratch))
+    assert all(torch.equal(resumed[n], w) for n, w in weights_of(by_one).items())
 
 
 def test_train_loss_that_is_not_finite_names_step_and_rows(

@@ -1,6 +1,7 @@
 """The plan of the parameter files that Snakemake was given, and what rules ask of it."""
 
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -52,18 +53,23 @@ for node in NODES.values() if GPUS else ():
             f"of {GPUS}; lower launch.processes, or raise `gpu` in --resources or in the profile"
         )
 
+# Stage and strategy of the empty leaves that strategies without scores have in place of scores.
+EMPTY = [n.leaf.split("/", 2)[2] for n in NODES.values() if n.module == "scorers.none"]
+
 
 wildcard_constraints:
     name="[A-Za-z0-9.-]+",
     slugs="[A-Za-z0-9._/-]+",
     key="[0-9a-f]{12}",
+    empty="|".join(map(re.escape, EMPTY)) or "(?!)",
 
 
 def node_of(stage, wildcards):
     """Return the node that a job of a stage makes."""
     slugs = [wildcards.slugs] if hasattr(wildcards, "slugs") else []
+    place = getattr(wildcards, "empty", stage)
     return NODES[
-        "/".join(["results", wildcards.name, stage, *slugs, f"key-{wildcards.key}"])
+        "/".join(["results", wildcards.name, place, *slugs, f"key-{wildcards.key}"])
     ]
 
 
@@ -112,5 +118,11 @@ def upstream(stage):
 
 
 def files(wildcards):
-    """Return the parameter files as the command line takes them."""
-    return shlex.join(map(str, PARAMS))
+    """Return the parameter files, and the machines of a training, as the command line takes them.
+
+    A profile may give its rule machines. The other rules are told as well, to take of the processes
+    those that fall on one.
+    """
+    asked = workflow.get_rule("train").resources.get("nodes")
+    nodes = getattr(asked, "value", None) or PARAMETERS["launch"]["nodes"]
+    return f"{shlex.join(map(str, PARAMS))} --nodes {nodes}"

@@ -1,8 +1,19 @@
 """One rule a stage. The work is in the package; a rule names its leaf, its inputs and its cores.
 
 The only output is the stamp: Snakemake deletes outputs before a job and after a failure, and must
-never delete a result. Heavy stages take `cores`, and those that compute on GPUs `gpus`.
+never delete a result. Heavy stages take `cores`, and those that compute on GPUs `gpus`. Rules that
+take seconds run where Snakemake runs, on a cluster too, where a job takes longer to start.
 """
+
+
+localrules:
+    unscored,
+    select,
+    report,
+    study,
+
+
+ruleorder: unscored > scorer > features > score
 
 
 rule prepare:
@@ -155,6 +166,22 @@ rule score:
     threads: cores("score")
     resources:
         gpu=gpus("score"),
+    params:
+        files=files,
+    shell:
+        RUN
+
+
+rule unscored:
+    input:
+        upstream("unscored"),
+    output:
+        "results/{name}/{empty}/key-{key}",
+    log:
+        "work/logs/{name}/{empty}/{key}.log",
+    conda:
+        "envs/cluster-sft.yaml"
+    threads: 1
     params:
         files=files,
     shell:

@@ -1,4 +1,9 @@
-"""Claims: of processes that would make the same result, one works in its scratch folder."""
+"""Claims: of processes that would make the same result, one works in its scratch folder.
+
+On one machine the kernel's lock on `holder` tells whether the holder lives. Between machines that
+share the folder such locks may reach no further than their own, or outlive it. There the file
+`heartbeat` tells: only one process can create it, and who holds it renews its time.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +12,30 @@ import fcntl
 import os
 import shutil
 import socket
+import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from cluster_sft.errors import UserError
 
 HOLDER = "holder"
+HEARTBEAT = "heartbeat"
+FILES = {HOLDER, HEARTBEAT}
+BEAT_SECONDS = 10.0
+DEAD_SECONDS = 120.0  # without a beat, as file systems may show a time that is a minute old
+WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextmanager
 def claimed(scratch: Path) -> Iterator[Path]:
-    """Hold a scratch folder for this process; the kernel lets go of it however the process ends.
+    """Hold a scratch folder for this process; it is free again however the process ends.
 
     What a stage leaves in the folder stays for the next run to resume from; if that is nothing, the
-    folder goes.
+    folder goes. A process that was killed on another machine is waited for until it cannot live.
 
     Raises:
         UserError: another live process makes the same result.
@@ -31,31 +44,130 @@ def claimed(scratch: Path) -> Iterator[Path]:
         scratch.mkdir(parents=True, exist_ok=True)
         with (scratch / HOLDER).open("a+") as file:
             if not _locks(file):
-                file.seek(0)
-                raise UserError(
-                    f"{scratch}: {file.read() or 'another process'} is making this very result; "
-                    "wait for it or end it"
-                )
+                _await_end_of_other(scratch, _read(scratch / HOLDER))
+                # A file server may keep the lock of a machine that is gone: leave it to it.
+                (scratch / HOLDER).unlink(missing_ok=True)
+                continue
             if not _stands_at(file, scratch / HOLDER):
                 continue  # its last holder finished, and removed the folder, as we came
+            if not _create(scratch / HEARTBEAT):
+                _clear_heartbeat(scratch)
+                continue
             try:
                 file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.write(_me())
                 file.flush()
-                yield scratch
+                with _beating(scratch / HEARTBEAT):
+                    yield scratch
             finally:
+                (scratch / HEARTBEAT).unlink(missing_ok=True)
                 if scratch.is_dir() and os.listdir(scratch) == [HOLDER]:
                     shutil.rmtree(scratch)
             return
 
 
 def is_claimed(scratch: Path) -> bool:
-    """Whether a live process holds a scratch folder."""
+    """Whether a live process holds a scratch folder, of this machine or of another."""
     try:
         with (scratch / HOLDER).open("r+") as file:
-            return not _locks(file)
+            if not _locks(file):
+                return True
+        beat = scratch / HEARTBEAT
+        mine = _read(beat).endswith(_host())
+        return not mine and time.time() - beat.stat().st_mtime < DEAD_SECONDS
     except FileNotFoundError:
         return False
+
+
+def _me() -> str:
+    return f"process {os.getpid()}{_host()}"
+
+
+def _host() -> str:
+    return f" on {socket.gethostname()}"
+
+
+def _create(path: Path) -> bool:
+    """Create a file that says who this is; False if it exists, on whatever machine it was made."""
+    try:
+        with path.open("x") as file:
+            file.write(_me())
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk
+        path.unlink(missing_ok=True)
+        raise
+    return True
+
+
+@contextmanager
+def _beating(path: Path) -> Iterator[None]:
+    """Renew a file's time again and again in a thread."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            with suppress(OSError):  # a file system that is away for a while
+                os.utime(path)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _clear_heartbeat(scratch: Path) -> None:
+    """Remove the heartbeat of a process that lives no more; one of this machine had our lock."""
+    other = _read(scratch / HEARTBEAT)
+    if not other.endswith(_host()):
+        _await_end_of_other(scratch, other)
+    (scratch / HEARTBEAT).unlink(missing_ok=True)
+
+
+def _await_end_of_other(scratch: Path, other: str) -> None:
+    """Wait until a process of another machine has finished, or cannot live.
+
+    Its clock may differ, so that only a change of the heartbeat's time counts.
+
+    Raises:
+        UserError: it lives.
+    """
+    path = scratch / HEARTBEAT
+    first = _beaten(path)
+    if other.endswith(_host()) or first is None:
+        _refuse(scratch, other)
+    told = f"{scratch}: held by {other or 'another process'}"
+    print(f"{told}; waiting up to {DEAD_SECONDS:.0f} s to see if it lives", file=sys.stderr)
+    deadline = time.monotonic() + DEAD_SECONDS
+    while (now := _beaten(path)) == first and time.monotonic() < deadline:
+        time.sleep(min(1.0, DEAD_SECONDS / 4))
+    if now not in (None, first):
+        _refuse(scratch, other)
+
+
+def _refuse(scratch: Path, other: str) -> None:
+    raise UserError(
+        f"{scratch}: {other or 'another process'} is making this very result; wait for it or end it"
+    )
+
+
+def _beaten(path: Path) -> tuple[int, int] | None:
+    """Return the file's identity and time, None if it is gone; opened, lest they are remembered."""
+    try:
+        with path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _read(path: Path) -> str:
+    with suppress(FileNotFoundError):
+        return path.read_text()
+    return ""
 
 
 def _locks(file: IO[str]) -> bool:
@@ -65,7 +177,7 @@ def _locks(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+        if error.errno not in WITHOUT_LOCKS:
             raise
     return True
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def file_digest(path: Path, cache: Path, of: Callable[[Path], str] = bytes_diges
     found = of(path)
     if stat.st_size >= CHUNK and cache.parent.is_dir():  # small files are hashed faster
         cache.mkdir(parents=True, exist_ok=True)
-        beside = cache / f"{name}.{os.getpid()}"
+        beside = cache / f"{name}.{socket.gethostname()}-{os.getpid()}"
         beside.write_text(f"{mark}\n{found}")
         beside.replace(entry)
     return found

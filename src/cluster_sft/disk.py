@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster_sft.claims import HOLDER
+from cluster_sft.claims import FILES
 from cluster_sft.errors import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -56,5 +56,5 @@ def empty(scratch: Path) -> None:
     for path in scratch.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-        elif path.name != HOLDER:
+        elif path.name not in FILES:
             path.unlink()

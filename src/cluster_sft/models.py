@@ -15,9 +15,10 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,7 @@ def _convert(gguf: Path, target: Path) -> None:
     """Write the dequantised model and tokenizer of `gguf` to `target`, which appears whole."""
     _quieten()
     print(f"converting {gguf.name} to safetensors, once, in {target}", file=sys.stderr)
-    partial = target.with_name(target.name + ".partial")
+    partial = target.with_name(f"{target.name}.{socket.gethostname()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
@@ -274,7 +275,12 @@ def _convert(gguf: Path, target: Path) -> None:
     model.generation_config = loaded.generation_config
     model.save_pretrained(partial)
     AutoTokenizer.from_pretrained(**source).save_pretrained(partial)
-    partial.rename(target)
+    try:
+        partial.rename(target)
+    except OSError:  # another machine was first, where locks do not reach it
+        if not target.is_dir():
+            raise
+        shutil.rmtree(partial)
 
 
 @contextmanager
@@ -282,7 +288,8 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file `path`, so that one process converts and others wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks: then some convert it twice
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

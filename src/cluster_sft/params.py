@@ -236,6 +236,7 @@ class Launch(Section):
     """Execution: none of it can change a number, so none of it enters a cache key."""
 
     processes: PositiveInt = 1
+    nodes: PositiveInt = 1
     threads: PositiveInt | None = None
     parallelism: Literal["ddp", "fsdp"] = "ddp"
     batch_tokens: PositiveInt = 8192

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from pathlib import Path
 
 from cluster_sft.digests import digest, file_digest
@@ -27,7 +28,7 @@ def keep(leaf: Path, key: str, *, instead: bool = False) -> None:
     place = KEPT / key
     if place.exists() and not instead:
         return
-    beside = KEPT / f"{key}.{os.getpid()}"
+    beside = KEPT / f"{key}.{socket.gethostname()}-{os.getpid()}"
     KEPT.mkdir(parents=True, exist_ok=True)
     try:
         shutil.copytree(leaf, beside, copy_function=os.link)

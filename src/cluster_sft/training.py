@@ -26,7 +26,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
 from tqdm import tqdm
 
 from cluster_sft import costs, launching
@@ -119,7 +123,7 @@ def fit(
         settings = {**settings, "workers": workers}
     params = cast("TrainParams", SimpleNamespace(**settings))
     check_processes(processes, workers=params.workers)
-    use_gpu = launching.use_gpus(processes)
+    use_gpu = launching.use_gpus(processes // launch.nodes)
     selection = read_selection(dataset, subset, weights=params.weights)
     plan = make_plan(selection, params)
     assert all(0 < step <= len(plan) for step in snapshots), "a snapshot is of no step of the run"
@@ -146,6 +150,7 @@ def fit(
             use_gpu=use_gpu,
             scratch=scratch.resolve(),
             on_poll=lambda: _show(bar, scratch / TRAIN_LOG),
+            nodes=launch.nodes,
         )
     return _cost(read_json(scratch / FACTS), meter, out)
 
@@ -246,7 +251,9 @@ def _open_session(job: dict[str, Any], accelerator: Accelerator) -> Session:
 
 def _resume(session: Session) -> int:
     """Load the last complete checkpoint and cut the log to it; return the steps done."""
+    # As the main process sees it: on a shared file system other nodes may see an older state.
     found = latest_checkpoint(session.checkpoints, identity=session.identity)
+    [found] = broadcast_object_list([found])
     done = found[0] if found else 0
     if session.accelerator.is_main_process:
         path = session.scratch / TRAIN_LOG
@@ -266,4 +273,4 @@ def _show(bar: tqdm[Any], log: Path) -> None:
 
 
 if __name__ == "__main__":
-    launching.work(worker)
+    launching.work(worker, finishes=True)

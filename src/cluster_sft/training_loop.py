@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from cluster_sft.batching import BatchPlan
 from cluster_sft.checkpoints import MOMENTS, WEIGHTS, save_checkpoint, save_snapshot
 from cluster_sft.errors import UserError
+from cluster_sft.launching import told_to_stop
 from cluster_sft.optimizers import learning_rate, warmup_length
 from cluster_sft.parallelism import MakeModel, Parallelism
 from cluster_sft.trackers import Trackers, open_trackers
@@ -99,6 +100,7 @@ def train(session: Session, done: int) -> None:
 
     Raises:
         UserError: a loss or a gradient is not finite.
+        KeyboardInterrupt: a process was told to end; what was done is in a checkpoint.
     """
     writer = None
     if session.accelerator.is_main_process:
@@ -134,8 +136,16 @@ def train(session: Session, done: int) -> None:
                 parallelism=session.launch.parallelism,
             )
             saved = time.monotonic()
+            _leave_if_told(session.accelerator)
     if writer is not None:
         writer.close()
+
+
+def _leave_if_told(accelerator: Accelerator) -> None:
+    """Leave, all processes together, if any was told to end; the state is in a checkpoint."""
+    told = torch.tensor([float(told_to_stop())], device=accelerator.device)
+    if cast("Tensor", accelerator.reduce(told, reduction="sum")).item():
+        raise KeyboardInterrupt
 
 
 def _measure(session: Session, index: int) -> dict[str, Any]:
@@ -174,6 +184,7 @@ def _run_step(session: Session, index: int, *, is_due: bool) -> tuple[dict[str, 
         batch_tokens=session.launch.batch_tokens,
     )
     local, row_losses = _accumulate(session, index, shares[accelerator.process_index])
+    is_due = is_due or told_to_stop()
     facts = torch.stack([local, torch.full_like(local, float(is_due))])
     loss, due = cast("Tensor", accelerator.reduce(facts, reduction="sum")).tolist()
     if not math.isfinite(loss):

@@ -1,0 +1,124 @@
+"""Claims between machines: who lives is waited for by nobody, who is dead by everybody, once."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from cluster_sft import claims
+from cluster_sft.claims import HEARTBEAT, HOLDER, claimed, is_claimed
+from cluster_sft.errors import UserError
+
+OTHER = "process 7 on elsewhere"
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(claims, "DEAD_SECONDS", 0.4)
+    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.05)
+
+
+@pytest.fixture
+def scratch(tmp_path):
+    """A folder that a process of another machine, where locks do not reach, has claimed."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    for name in (HOLDER, HEARTBEAT):
+        (folder / name).write_text(OTHER)
+    return folder
+
+
+@contextmanager
+def beating(folder):
+    """Renew the other machine's heartbeat until the end."""
+    ended = threading.Event()
+
+    def beat():
+        while not ended.wait(0.05):
+            os.utime(folder / HEARTBEAT)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_claim_of_a_live_process_of_another_machine_is_refused(scratch):
+    with (
+        beating(scratch),
+        pytest.raises(UserError, match=f"{OTHER} is making this very result"),
+        claimed(scratch),
+    ):
+        pass
+    assert (scratch / HEARTBEAT).read_text() == OTHER
+
+
+def test_claim_of_a_dead_process_of_another_machine_is_taken_over(scratch):
+    (scratch / "checkpoint").write_text("7")
+    started = time.monotonic()
+    with claimed(scratch):
+        assert time.monotonic() - started >= 0.4
+        assert (scratch / HEARTBEAT).read_text() == (scratch / HOLDER).read_text() != OTHER
+    assert sorted(os.listdir(scratch)) == ["checkpoint", HOLDER]
+
+
+def test_claim_of_a_dead_machine_whose_lock_the_server_keeps_is_taken_over(scratch):
+    code = (
+        "import fcntl, sys\nfile = open(sys.argv[1], 'r+')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\nprint('held', flush=True)\ninput()\n"
+    )
+    command = [sys.executable, "-c", code, str(scratch / HOLDER)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as child:
+        try:
+            assert child.stdout.readline() == "held\n"
+            with claimed(scratch):
+                assert is_locked(scratch / HOLDER)
+                assert (scratch / HOLDER).read_text() != OTHER
+        finally:
+            child.kill()
+
+
+def is_locked(path):
+    with path.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_claim_of_a_killed_process_of_this_machine_is_not_waited_for(scratch, monkeypatch):
+    monkeypatch.setattr(claims, "DEAD_SECONDS", 60)
+    (scratch / HEARTBEAT).write_text(f"process 7{claims._host()}")
+    started = time.monotonic()
+    with claimed(scratch):
+        assert time.monotonic() - started < 10
+
+
+def test_claim_released_is_free_for_every_machine_at_once(scratch):
+    (scratch / HEARTBEAT).unlink()
+    (scratch / "checkpoint").write_text("7")
+    with claimed(scratch):
+        first = (scratch / HEARTBEAT).stat().st_mtime_ns
+        deadline = time.monotonic() + 10
+        while (scratch / HEARTBEAT).stat().st_mtime_ns == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert not (scratch / HEARTBEAT).exists()
+
+
+def test_claim_of_another_machine_counts_for_gc_while_its_heart_beats(scratch):
+    assert is_claimed(scratch)
+    os.utime(scratch / HEARTBEAT, (time.time() - 10, time.time() - 10))
+    assert not is_claimed(scratch)
