@@ -54,7 +54,8 @@ for node in NODES.values() if GPUS else ():
         )
 
 # Stage and strategy of the empty leaves that strategies without scores have in place of scores.
-EMPTY = [n.leaf.split("/", 2)[2] for n in NODES.values() if n.module == "scorers.none"]
+UNSCORED = "scorers.none"
+EMPTY = [n.leaf.split("/", 2)[2] for n in NODES.values() if n.module == UNSCORED]
 
 
 wildcard_constraints:
@@ -68,9 +69,8 @@ def node_of(stage, wildcards):
     """Return the node that a job of a stage makes."""
     slugs = [wildcards.slugs] if hasattr(wildcards, "slugs") else []
     place = getattr(wildcards, "empty", stage)
-    return NODES[
-        "/".join(["results", wildcards.name, place, *slugs, f"key-{wildcards.key}"])
-    ]
+    parts = ["results", wildcards.name, place, *slugs, f"key-{wildcards.key}"]
+    return NODES["/".join(parts)]
 
 
 def gpus(stage):
