@@ -216,9 +216,17 @@ def test_warmup_steps_replan_training(raw):
     assert changed(stamps(raw), stamps(over)) == {"train", "evaluate", "report"}
 
 
+LAUNCH = {  # of the keys that take no number
+    "launch.parallelism": "fsdp",
+    "launch.gradient_checkpointing": True,
+    "launch.offline": True,
+    "launch.trackers": ["mlflow"],
+}
+
+
 @pytest.mark.parametrize("key", sorted(f"launch.{k}" for k in Launch.model_fields))
 def test_launch_key_plans_nothing(raw, key):
-    value = {"launch.parallelism": "fsdp", "launch.gradient_checkpointing": True}.get(key, 3)
+    value = LAUNCH.get(key, 3)
     assert stamps(replace(raw, key, value)) == stamps(raw)
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from cluster_sft import descriptors, plan, sources
 from cluster_sft.formats import reader
@@ -148,7 +149,7 @@ def keys(value: object, prefix: str = "") -> set[str]:
 @pytest.mark.parametrize("name", ROWS)
 def test_descriptor_of_a_preset_reads_the_columns_of_its_data_set(name, monkeypatch):
     row, asked, category = ROWS[name]
-    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: [row])
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: Dataset.from_list([row]))
     source = sources.read(ROOT / f"data/{name}.yaml")
     forms = [typed(read_mapping(p)).data for p in PRESETS]
     (form,) = {d.format for d in forms if d.source == f"data/{name}.yaml"}
