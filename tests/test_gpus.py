@@ -475,7 +475,7 @@ def planned(project: Project, *arguments: str) -> dict[str, tuple[int, int]]:
 def test_snakemake_told_of_the_gpus_gives_each_job_its_share_of_the_cores(project):
     rules = planned(project, "--resources", "gpu=4")
     shares = {"embed": (4, 2), "train": (4, 2), "evaluate": (2, 1), "validate": (2, 1)}
-    shares |= {"prepare": (8, 0), "cluster": (8, 0), "score": (8, 0), "select": (1, 0)}
+    shares |= {"prepare": (8, 0), "cluster": (8, 0)}
     assert {name: rules[name] for name in shares} == shares
 
 

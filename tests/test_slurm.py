@@ -93,10 +93,10 @@ def test_profile_spreads_training_over_nodes_and_every_rule_is_told(tiny_model_d
     project.edit("launch.processes", 2)
     planned = project.call("snakemake", "-n", "-p", "--profile", "profiles/slurm")
     assert planned.count("nodes=2, tasks=2, mpi=srun") == 2  # of two strategies
-    assert planned.count("--nodes 2 2>&1") == planned.count("cluster-sft run ")
+    assert planned.count(" --nodes 2 --threads ") == planned.count("cluster-sft run ")
 
 
 def test_nodes_without_a_scheduler_are_those_of_the_parameters(tiny_model_dir, tmp_path):
     project = Project.create(tmp_path / "p", tiny_model_dir)
     planned = project.call("snakemake", "-n", "-p", "--cores", "2")
-    assert planned.count("--nodes 1 2>&1") == planned.count("cluster-sft run ") > 0
+    assert planned.count(" --nodes 1 --threads ") == planned.count("cluster-sft run ") > 0

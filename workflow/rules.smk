@@ -181,7 +181,7 @@ rule unscored:
         "work/logs/{name}/{empty}/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
-    threads: 1
+    threads: alone
     params:
         files=files,
     shell:

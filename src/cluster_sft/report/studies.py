@@ -97,16 +97,17 @@ def _draw_axis(
         if metric.name in group.estimates:
             mine[group.strategy].append(group)
     looks = drawing.styles([g.strategy for g in groups])
+    apart = min(3.0, 14.0 / max(1, len(mine) - 1))  # points; all of them stay inside the margins
     for i, (strategy, members) in enumerate(mine.items()):
         placed = [g for g in members if strategy != "base" and setting(g, axis) in ticks]
         colour, marker = looks[strategy]
         if placed:
-            aside = 3.0 * (i - (len(mine) - 1) / 2)
+            aside = apart * (i - (len(mine) - 1) / 2)
             look = Look(colour, marker, "-" if numeric else "none", aside)
             ends.append(
                 (*_draw_strategy(axes, metric, placed, axis, ticks, look), strategy, colour)
             )
-    axes.margins(x=0.06 if numeric else 0.2, y=0.1)
+    axes.margins(x=0.1 if numeric else 0.2, y=0.1)
     axes.autoscale_view()
     for strategy, members in mine.items():
         if not any(strategy == end[2] for end in ends):
