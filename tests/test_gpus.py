@@ -304,13 +304,17 @@ def test_hold_of_one_user_is_one_to_another_and_a_killed_one_to_nobody(monkeypat
             with hold(4, label="all", gpus=FOUR):
                 Path(folder, "locks/taken").touch()
 
+        def keep_all():
+            with hold(4, label="root", gpus=FOUR):
+                time.sleep(60)
+
         with hold(1, label="root", gpus=FOUR):
             other = as_user(65534, take_all)
             wait_until(lambda: Path(folder, "locks/ticket-2").exists())
             time.sleep(0.5)
             assert not Path(folder, "locks/taken").exists()
         assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 0
-        killed = as_user(0, lambda: hold(4, label="root", gpus=FOUR).__enter__() and time.sleep(60))
+        killed = as_user(0, keep_all)
         wait_until(lambda: Path(folder, "locks/ticket-1").exists())
         os.kill(killed, signal.SIGKILL)
         os.waitpid(killed, 0)

@@ -124,7 +124,7 @@ def test_data_set_out_of_reach_is_an_error_with_a_remedy(suite, tmp_path, monkey
     text = TASK.format(name="away", data="rows.jsonl", metric="acc")
     text = text.replace("dataset_path: json", "dataset_path: nobody/nothing")
     (suite / "tasks/away.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"suite\.yaml: lm-eval cannot load away: .*data_files"):
+    with pytest.raises(UserError, match=r"suite\.yaml: the data sets of away .* cluster-sft fetch"):
         lm_eval.load_tasks(evaluation(suite, "model", tmp_path, tasks=["away"]))
 
 
