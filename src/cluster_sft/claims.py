@@ -50,7 +50,12 @@ def claimed(scratch: Path) -> Iterator[Path]:
                 continue
             if not _stands_at(file, scratch / HOLDER):
                 continue  # its last holder finished, and removed the folder, as we came
-            if not _create(scratch / HEARTBEAT):
+            try:
+                mine = _create(scratch / HEARTBEAT)
+            except OSError:
+                _remove_if_empty(scratch)
+                raise
+            if not mine:
                 _clear_heartbeat(scratch)
                 continue
             try:
@@ -61,8 +66,7 @@ def claimed(scratch: Path) -> Iterator[Path]:
                     yield scratch
             finally:
                 (scratch / HEARTBEAT).unlink(missing_ok=True)
-                if scratch.is_dir() and os.listdir(scratch) == [HOLDER]:
-                    shutil.rmtree(scratch)
+                _remove_if_empty(scratch)
             return
 
 
@@ -77,6 +81,11 @@ def is_claimed(scratch: Path) -> bool:
         return not mine and time.time() - beat.stat().st_mtime < DEAD_SECONDS
     except FileNotFoundError:
         return False
+
+
+def _remove_if_empty(scratch: Path) -> None:
+    if scratch.is_dir() and os.listdir(scratch) == [HOLDER]:
+        shutil.rmtree(scratch)
 
 
 def _me() -> str:
