@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -352,3 +353,13 @@ def test_disk_full_to_the_last_byte_leaves_nothing_beside_out(workspace):
         assert os.listdir("small") == ["full"]
     finally:
         subprocess.run(["umount", "small"], check=True)
+
+
+def test_results_finished_at_the_same_time_do_not_remove_each_others_folder(workspace):
+    def make(i):
+        one = node(key=f"{i:064x}", leaf=f"results/n/cluster/c{i}")
+        store.make(one, lambda _, out, scratch: (out / "a.txt").write_text("x"))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(make, range(200)))
+    assert len(os.listdir("results/n/cluster")) == 200

@@ -7,6 +7,7 @@ written after the payload; a leaf is *whole* if its payload has the digests of t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -88,7 +89,7 @@ def _compute(
 ) -> None:
     """Compute the payload into `partial` and seal it; nothing is left of it if that fails."""
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    _make_folder(partial)
     try:
         before = {role: content_digest(path) for role, path in node.files.items()}
         compute(node, partial, scratch)
@@ -260,6 +261,14 @@ def _restore(
     return False
 
 
+def _make_folder(partial: Path) -> None:
+    """Make a folder beside those of other jobs, who remove the one above when theirs is done."""
+    for _ in range(100):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            return partial.mkdir(parents=True)
+    partial.mkdir(parents=True)
+
+
 def _swap_in(partial: Path, leaf: Path) -> None:
     """Rename the finished result to its leaf; what is there is set aside."""
     if leaf.is_dir() and not any(leaf.iterdir()):
@@ -268,8 +277,9 @@ def _swap_in(partial: Path, leaf: Path) -> None:
         shelf.set_aside(leaf, leaf_key(leaf), digests=CACHE)
     leaf.parent.mkdir(parents=True, exist_ok=True)
     partial.rename(leaf)
-    if partial.parent.name == ".partial" and not any(partial.parent.iterdir()):
-        partial.parent.rmdir()
+    if partial.parent.name == ".partial":
+        with contextlib.suppress(OSError):  # another job's result is in it, or it went with that
+            partial.parent.rmdir()
 
 
 def say(message: str) -> None:
