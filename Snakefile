@@ -35,6 +35,6 @@ rule fetch:
     conda:
         "workflow/envs/cluster-sft.yaml"
     params:
-        files=shlex.join(map(str, PARAMS)),
+        files=FILES,
     shell:
         "cluster-sft fetch --params {params.files} 2>&1 | tee {log}"

@@ -15,6 +15,8 @@ PARAMS = [
     Path(p) for p in dict.fromkeys(["params.yaml", *map(str, workflow.configfiles)])
 ]
 
+FILES = shlex.join(map(str, PARAMS))  # as the command line takes them
+
 if workflow.config_settings.config:
     sys.exit(
         "cluster-sft: --config reaches Snakemake alone, not what its rules run; put "
@@ -130,4 +132,4 @@ def files(wildcards):
     """
     asked = workflow.get_rule("train").resources.get("nodes")
     nodes = getattr(asked, "value", None) or PARAMETERS["launch"]["nodes"]
-    return f"{shlex.join(map(str, PARAMS))} --nodes {nodes}"
+    return f"{FILES} --nodes {nodes}"

@@ -234,6 +234,13 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
+def replace_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON as `write_json` over what is there: a kill leaves the old file or the new one."""
+    beside = path.with_suffix(".partial")
+    write_json(beside, value)
+    beside.replace(path)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 

@@ -27,6 +27,7 @@ from cluster_sft.offline import NotFetchedError, go_offline
 from cluster_sft.params import Launch, Section
 from cluster_sft.params_files import describe, load
 from cluster_sft.stages import STAGE_OF, STAGES, STEPS, Stage, step_of
+from cluster_sft.threads import available_threads
 
 KEYS = (
     "The flags are keys of params.yaml, whose comments explain them. A leaf is a folder that a "
@@ -294,7 +295,7 @@ def _launch(arguments: argparse.Namespace, base: Launch) -> Launch:
 def _threads() -> int:
     """Return the threads a job may use: what the engine set for the rule, else the CPUs allowed."""
     told = os.environ.get("OMP_NUM_THREADS", "")
-    return int(told) if told.isdigit() and int(told) else len(os.sched_getaffinity(0))
+    return int(told) if told.isdigit() and int(told) else available_threads()
 
 
 def _parse(model: type[T], values: Mapping[str, Any]) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from cluster_sft.artifacts import read_json, write_json
+from cluster_sft.artifacts import read_json, replace_json
 
 
 class Clock:
@@ -25,6 +25,5 @@ class Clock:
 
     def note(self) -> None:
         """Write down the seconds so far; called when results have been kept."""
-        beside = self.path.with_suffix(".partial")
-        write_json(beside, {"seconds": self.earlier + time.perf_counter() - self._started})
-        beside.replace(self.path)
+        seconds = self.earlier + time.perf_counter() - self._started
+        replace_json(self.path, {"seconds": seconds})

@@ -23,6 +23,7 @@ from cluster_sft.errors import UserError
 from cluster_sft.housekeeping import human_size
 from cluster_sft.nodes import Node
 from cluster_sft.offline import VARIABLES, NotFetchedError
+from cluster_sft.variables import python_path
 from cluster_sft.yaml_files import read_mapping
 
 MODELS = ("model", "s2l_model")
@@ -140,8 +141,7 @@ def _ask(wanted: Sequence[Need], *, offline: bool) -> list[Answer]:
     if not wanted:
         return []
     environment = {**os.environ, **(dict.fromkeys(VARIABLES, "1") if offline else {})}
-    path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(path)
+    environment["PYTHONPATH"] = python_path()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "answers.json")
         request = json.dumps(

@@ -41,6 +41,7 @@ from cluster_sft.supervision import (
     this_process,
 )
 from cluster_sft.threads import THREAD_VARIABLES, available_threads
+from cluster_sft.variables import python_path
 
 JOB = "job.json"
 LOG = "workers.log"
@@ -130,7 +131,7 @@ def _starter(
         )
         return command, worker_environment(processes=processes, threads=threads, use_gpu=use_gpu)
     program = [sys.executable, "-m", "cluster_sft.node_launcher", str(scratch / JOB)]
-    environment = {**slurm.srun_environment(), "PYTHONPATH": _python_path()}
+    environment = {**slurm.srun_environment(), "PYTHONPATH": python_path()}
     return slurm.srun_command(program, nodes=nodes), environment
 
 
@@ -189,7 +190,7 @@ def worker_environment(*, processes: int, threads: int | None, use_gpu: bool) ->
     }
     return {
         **kept,
-        "PYTHONPATH": _python_path(),
+        "PYTHONPATH": python_path(),
         PARENT: json.dumps(this_process()),
         # Snakemake sets all of them to the rule's threads. One that is left makes two processes of
         # two threads share two cores, where OpenMP's waiting threads take most of the time.
@@ -297,11 +298,6 @@ def _raise_if_full(folders: Sequence[Path]) -> None:
     for folder in folders:
         if shutil.disk_usage(folder).free < FULL_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-
-
-def _python_path() -> str:
-    path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.pathsep.join(path)
 
 
 def _free_port() -> int:

@@ -10,7 +10,6 @@ Legend: N rows, H features, K clusters, P = K rounded up to a multiple of kernel
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster_sft import kernels
+from cluster_sft.threads import available_threads
 
 BLOCK_BYTES = 8 << 20  # of a block whose rows are used twice: it stays in the last-level cache
 AHEAD_BYTES = 32 << 20  # read from a mapped file ahead of use
@@ -155,10 +155,3 @@ class Table:
         bounds = [(low, min(low + piece, size)) for low in range(0, size, piece)]
         for done in [self._pool.submit(work, low, high) for low, high in bounds]:
             done.result()
-
-
-def available_threads() -> int:
-    """Return the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

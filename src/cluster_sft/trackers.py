@@ -11,7 +11,6 @@ Reads and writes, in scratch: tensorboard/, trackers.json.
 from __future__ import annotations
 
 import importlib.util
-import json
 import netrc
 import os
 import uuid
@@ -19,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster_sft.artifacts import read_json, replace_json
 from cluster_sft.errors import UserError
 from cluster_sft.offline import is_offline
 
@@ -71,7 +71,7 @@ class Trackers:
                 self._open.remove(tracker)
                 continue
             self._state["steps"][tracker.name] = step
-        self._save()
+        replace_json(self._path, self._state)
 
     def close(self) -> None:
         """Finish all runs.
@@ -81,11 +81,6 @@ class Trackers:
         """
         for tracker in self._open:
             tracker.finish()
-
-    def _save(self) -> None:
-        beside = self._path.with_suffix(".partial")
-        beside.write_text(json.dumps(self._state))
-        beside.replace(self._path)
 
 
 def open_trackers(
@@ -114,7 +109,7 @@ def open_trackers(
     """
     done = entries[-1]["step"] if entries else 0
     path = scratch / STATE
-    state: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    state: dict[str, Any] = read_json(path) if path.is_file() else {}
     if state.get("identity") != identity:
         state = {"identity": identity, "id": uuid.uuid4().hex, "steps": {}}
     # Its own files say how far it is: what they hold beyond the steps done is purged.

@@ -171,9 +171,9 @@ def _cost(facts: dict[str, Any], meter: costs.Meter, out: Path) -> dict[str, Any
         backward_passes=passes,
         tokens=facts["train_tokens"],
         peak_memory_bytes=facts["peak_memory_bytes"],
+        earlier_seconds=facts.pop("resumed_seconds"),
     )
-    earlier = facts.pop("resumed_seconds")
-    return {**facts, "cost": {**cost, "seconds": cost["seconds"] + earlier}}
+    return {**facts, "cost": cost}
 
 
 def make_accelerator(*, use_gpu: bool) -> Accelerator:

@@ -102,9 +102,9 @@ def train(session: Session, done: int) -> None:
         UserError: a loss or a gradient is not finite.
         KeyboardInterrupt: a process was told to end; what was done is in a checkpoint.
     """
-    writer = None
+    trackers = None
     if session.accelerator.is_main_process:
-        writer = open_trackers(
+        trackers = open_trackers(
             session.accelerator,
             session.launch.trackers,
             scratch=session.scratch,
@@ -120,8 +120,8 @@ def train(session: Session, done: int) -> None:
         measured = _measure(session, index)
         entry, is_due = _run_step(session, index, is_due=time.monotonic() - saved >= interval)
         entry |= measured
-        if writer is not None:
-            _log(session.scratch / TRAIN_LOG, entry, writer)
+        if trackers is not None:
+            _log(session.scratch / TRAIN_LOG, entry, trackers)
         # Before the checkpoint: whatever a resumed run does not compute again is there.
         if index + 1 in session.snapshots:
             _keep(session, index + 1)
@@ -137,8 +137,8 @@ def train(session: Session, done: int) -> None:
             )
             saved = time.monotonic()
             _leave_if_told(session.accelerator)
-    if writer is not None:
-        writer.close()
+    if trackers is not None:
+        trackers.close()
 
 
 def _leave_if_told(accelerator: Accelerator) -> None:
@@ -153,15 +153,7 @@ def _measure(session: Session, index: int) -> dict[str, Any]:
     every = session.params.cosine_every
     if not every or index % every:
         return {}
-    shares = split_step(
-        session.plan[index],
-        lengths=session.rows.lengths_N,
-        n_tokens=session.rows.n_tokens_N,
-        processes=session.plan.workers,
-        loss_reduction=session.params.loss_reduction,
-        micro_batch=session.launch.micro_batch,
-        batch_tokens=session.launch.batch_tokens,
-    )
+    shares = _shares(session, index, of=session.plan.workers)
 
     def loss(module: torch.nn.Module, micro: MicroBatch) -> Tensor:
         return _weighted_losses(session, module, index, micro)[0]
@@ -169,20 +161,24 @@ def _measure(session: Session, index: int) -> dict[str, Any]:
     return session.parallelism.cosine(session.row_loss, shares, loss)
 
 
+def _shares(session: Session, index: int, *, of: int) -> list[list[MicroBatch]]:
+    """Return a step's micro-batches, cut into as many equal shares."""
+    return split_step(
+        session.plan[index],
+        lengths=session.rows.lengths_N,
+        n_tokens=session.rows.n_tokens_N,
+        processes=of,
+        loss_reduction=session.params.loss_reduction,
+        micro_batch=session.launch.micro_batch,
+        batch_tokens=session.launch.batch_tokens,
+    )
+
+
 def _run_step(session: Session, index: int, *, is_due: bool) -> tuple[dict[str, Any], bool]:
     """Take one optimizer step; return its log entry and whether any process's clock is due."""
     started = time.perf_counter()
     accelerator, params, rows = session.accelerator, session.params, session.rows
-    step = session.plan[index]
-    shares = split_step(
-        step,
-        lengths=rows.lengths_N,
-        n_tokens=rows.n_tokens_N,
-        processes=accelerator.num_processes,
-        loss_reduction=params.loss_reduction,
-        micro_batch=session.launch.micro_batch,
-        batch_tokens=session.launch.batch_tokens,
-    )
+    shares = _shares(session, index, of=accelerator.num_processes)
     local, row_losses = _accumulate(session, index, shares[accelerator.process_index])
     is_due = is_due or told_to_stop()
     facts = torch.stack([local, torch.full_like(local, float(is_due))])
@@ -204,7 +200,7 @@ def _run_step(session: Session, index: int, *, is_due: bool) -> tuple[dict[str, 
         "loss": loss,
         "grad_norm": norm,
         "lr": rate,
-        **rows.describe(step),
+        **rows.describe(session.plan[index]),
         "seconds": time.perf_counter() - started,
     }
     return entry, due > 0
@@ -304,7 +300,7 @@ def _raise_not_finite(
     )
 
 
-def _log(path: Path, entry: dict[str, Any], writer: Trackers) -> None:
+def _log(path: Path, entry: dict[str, Any], trackers: Trackers) -> None:
     with path.open("a") as file:
         file.write(json.dumps(entry) + "\n")
-    writer.log(entry)
+    trackers.log(entry)
