@@ -6,6 +6,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -94,10 +95,16 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, round(event.value, 4)) for event in shown.Scalars(tag)]
 
 
+def await_next_second() -> None:
+    """TensorBoard reads its files in the order of their names, which tell time by the second."""
+    time.sleep(1 - time.time() % 1)
+
+
 def test_tensorboard_shows_each_step_once_after_a_kill(here):
     killed = opened(here, ["tensorboard"])
     for step in range(1, 6):
         killed.log(entry(step, loss=-1.0))
+    await_next_second()
     resumed = opened(here, ["tensorboard"], done=3)
     for step in range(4, 7):
         resumed.log(entry(step, worker_cosine=0.5))
@@ -121,6 +128,7 @@ def test_tracker_of_its_own_files_sees_each_step_once_after_a_kill(here, fake):
 
 def test_tracker_added_to_a_resumed_training_is_shown_the_steps_before(here, fake):
     opened(here, ["tensorboard"]).log(entry(1))
+    await_next_second()
     opened(here, ["tensorboard", "wandb"], done=2).log(entry(3))
     assert steps(fake) == [1, 2, 3]
     assert [step for step, _ in scalars(here / "tensorboard", "train/loss")] == [1, 3]
