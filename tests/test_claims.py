@@ -1,4 +1,4 @@
-"""Claims between machines: who lives is waited for by nobody, who is dead by everybody, once."""
+"""Claims between machines: who lives is waited for, who is dead no longer than is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 
 from cluster_sft import claims
 from cluster_sft.claims import HEARTBEAT, HOLDER, claimed, is_claimed
-from cluster_sft.errors import UserError
 
 OTHER = "process 7 on elsewhere"
 
@@ -23,6 +22,7 @@ OTHER = "process 7 on elsewhere"
 def fast(monkeypatch):
     monkeypatch.setattr(claims, "DEAD_SECONDS", 0.4)
     monkeypatch.setattr(claims, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "POLL_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -53,14 +53,22 @@ def beating(folder):
         thread.join()
 
 
-def test_claim_of_a_live_process_of_another_machine_is_refused(scratch):
-    with (
-        beating(scratch),
-        pytest.raises(UserError, match=f"{OTHER} is making this very result"),
-        claimed(scratch),
-    ):
-        pass
-    assert (scratch / HEARTBEAT).read_text() == OTHER
+def test_claim_of_a_live_process_of_another_machine_is_waited_for(scratch, capsys):
+    entered = threading.Event()
+
+    def claim():
+        with claimed(scratch):
+            entered.set()
+
+    waiting = threading.Thread(target=claim)
+    with beating(scratch):
+        waiting.start()
+        assert not entered.wait(1.5)
+        assert (scratch / HEARTBEAT).read_text() == OTHER
+    (scratch / HEARTBEAT).unlink()  # as a process does that has finished
+    waiting.join(timeout=10)
+    assert entered.is_set()
+    assert capsys.readouterr().err.count(f"{OTHER} is making this very result; waiting") == 1
 
 
 def test_claim_of_a_dead_process_of_another_machine_is_taken_over(scratch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -261,25 +262,46 @@ HOLD = (
 
 @contextmanager
 def held(scratch):
-    """Another process that holds a scratch folder, until it is killed."""
+    """Another process that holds a scratch folder, until it is told to end or killed."""
     environment = {**os.environ, "PYTHONPATH": str(Path(store.__file__).parents[1])}
     command = [sys.executable, "-c", HOLD, str(scratch)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as child:
         try:
             assert child.stdout.readline() == "held\n"
-            yield child.pid
+            yield child
         finally:
             child.kill()
 
 
-def test_live_process_making_the_same_result_is_named_and_a_killed_one_is_not_waited_for():
-    with (
-        held(Path("work") / ("a" * 64)) as pid,
-        pytest.raises(UserError, match=f"process {pid} on .* is making this very result"),
-    ):
-        store.make(node(), forbidden)
-    assert store.make(node(), writer("1")) == "computed"
+@pytest.mark.parametrize("end", ["finished", "killed"])
+def test_live_process_making_the_same_result_is_named_and_waited_for(end, capsys):
+    with held(Path("work") / ("a" * 64)) as child, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(store.make, node(), writer("1"))
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=1)
+        if end == "killed":
+            child.kill()
+        else:
+            child.stdin.write("\n")
+            child.stdin.flush()
+        assert waiting.result(timeout=10) == "computed"
+    told = capsys.readouterr().err
+    assert f"process {child.pid} on " in told and "is making this very result; waiting" in told
+
+
+def test_leaves_of_one_key_made_side_by_side_are_computed_once():
+    def slow(made, out, scratch):
+        computed.append(made.leaf)
+        time.sleep(0.5)
+        writer("1")(made, out, scratch)
+
+    computed: list[str] = []
+    leaves = [f"results/x/stage/{name}" for name in "abcd"]
+    with ThreadPoolExecutor() as pool:
+        told = list(pool.map(lambda leaf: store.make(node(leaf=leaf), slow), leaves))
+    assert sorted(told) == ["computed", "restored", "restored", "restored"]
+    assert len(computed) == 1 and all(read(leaf) == "1" for leaf in leaves)
 
 
 def test_result_that_another_process_finished_meanwhile_is_reused(monkeypatch):

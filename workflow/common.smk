@@ -106,11 +106,6 @@ def cores(stage):
     return count
 
 
-def alone(wildcards):
-    """Return all cores, so that no two empty leaves are made at a time: they have one key."""
-    return workflow.cores or 1
-
-
 def upstream(stage):
     """Return the input function of a stage: the stamps of what its leaf is made of.
 

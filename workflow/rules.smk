@@ -181,7 +181,6 @@ rule unscored:
         "work/logs/{name}/{empty}/{key}.log",
     conda:
         "envs/cluster-sft.yaml"
-    threads: alone
     params:
         files=files,
     shell:

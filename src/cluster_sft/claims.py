@@ -20,12 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from cluster_sft.errors import UserError
-
 HOLDER = "holder"
 HEARTBEAT = "heartbeat"
 FILES = {HOLDER, HEARTBEAT}
 BEAT_SECONDS = 10.0
+POLL_SECONDS = 0.5
 DEAD_SECONDS = 120.0  # without a beat, as file systems may show a time that is a minute old
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -34,40 +33,65 @@ WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 def claimed(scratch: Path) -> Iterator[Path]:
     """Hold a scratch folder for this process; it is free again however the process ends.
 
-    What a stage leaves in the folder stays for the next run to resume from; if that is nothing, the
-    folder goes. A process that was killed on another machine is waited for until it cannot live.
-
-    Raises:
-        UserError: another live process makes the same result.
+    A live process that makes the same result, perhaps for another leaf, is waited for, and one that
+    was killed on another machine until it cannot live. What a stage leaves in the folder stays for
+    the next run to resume from; if that is nothing, the folder goes.
     """
+    other = _Other(scratch)
     while True:
         scratch.mkdir(parents=True, exist_ok=True)
         with (scratch / HOLDER).open("a+") as file:
-            if not _locks(file):
-                _await_end_of_other(scratch, _read(scratch / HOLDER))
-                # A file server may keep the lock of a machine that is gone: leave it to it.
-                (scratch / HOLDER).unlink(missing_ok=True)
-                continue
-            if not _stands_at(file, scratch / HOLDER):
+            locked = _locks(file)
+            if locked and not _stands_at(file, scratch / HOLDER):
                 continue  # its last holder finished, and removed the folder, as we came
-            try:
-                mine = _create(scratch / HEARTBEAT)
-            except OSError:
-                _remove_if_empty(scratch)
-                raise
-            if not mine:
-                _clear_heartbeat(scratch)
-                continue
-            try:
-                file.truncate(0)
-                file.write(_me())
-                file.flush()
-                with _beating(scratch / HEARTBEAT):
-                    yield scratch
-            finally:
+            if locked and _is_begun(scratch):
+                try:
+                    file.truncate(0)
+                    file.write(_me())
+                    file.flush()
+                    with _beating(scratch / HEARTBEAT):
+                        yield scratch
+                finally:
+                    (scratch / HEARTBEAT).unlink(missing_ok=True)
+                    _remove_if_empty(scratch)
+                return
+            if not other.lives(locked=locked):
                 (scratch / HEARTBEAT).unlink(missing_ok=True)
-                _remove_if_empty(scratch)
-            return
+                if not locked:  # a file server may keep the lock of a machine that is gone
+                    (scratch / HOLDER).unlink(missing_ok=True)
+                continue
+        time.sleep(POLL_SECONDS)
+
+
+class _Other:
+    """The process that holds a claim, as far as its files tell."""
+
+    def __init__(self, scratch: Path):
+        self._scratch = scratch
+        self._beat: tuple[int, int] | None = None
+        self._since = time.monotonic()
+        self._told = False
+
+    def lives(self, *, locked: bool) -> bool:
+        """Whether the holder may live; `locked` says that we have its kernel's lock.
+
+        Of another machine, whose clock may differ, only a change of the heartbeat's time counts.
+        """
+        name = _read(self._scratch / HEARTBEAT) or _read(self._scratch / HOLDER)
+        here = name.endswith(_host())
+        if here and locked:
+            return False
+        if (beat := _beaten(self._scratch / HEARTBEAT)) != self._beat:
+            self._beat, self._since = beat, time.monotonic()
+        if not here and time.monotonic() - self._since >= DEAD_SECONDS:
+            return False
+        if not self._told:
+            until = "" if here else f", or until it was silent for {DEAD_SECONDS:.0f} s"
+            who = name or "another process"
+            told = f"{self._scratch}: {who} is making this very result; waiting for it{until}"
+            print(told, file=sys.stderr, flush=True)
+            self._told = True
+        return True
 
 
 def is_claimed(scratch: Path) -> bool:
@@ -81,6 +105,15 @@ def is_claimed(scratch: Path) -> bool:
         return not mine and time.time() - beat.stat().st_mtime < DEAD_SECONDS
     except FileNotFoundError:
         return False
+
+
+def _is_begun(scratch: Path) -> bool:
+    """Create the heartbeat of this process; False if there is one, of whatever machine."""
+    try:
+        return _create(scratch / HEARTBEAT)
+    except OSError:
+        _remove_if_empty(scratch)
+        raise
 
 
 def _remove_if_empty(scratch: Path) -> None:
@@ -126,41 +159,6 @@ def _beating(path: Path) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def _clear_heartbeat(scratch: Path) -> None:
-    """Remove the heartbeat of a process that lives no more; one of this machine had our lock."""
-    other = _read(scratch / HEARTBEAT)
-    if not other.endswith(_host()):
-        _await_end_of_other(scratch, other)
-    (scratch / HEARTBEAT).unlink(missing_ok=True)
-
-
-def _await_end_of_other(scratch: Path, other: str) -> None:
-    """Wait until a process of another machine has finished, or cannot live.
-
-    Its clock may differ, so that only a change of the heartbeat's time counts.
-
-    Raises:
-        UserError: it lives.
-    """
-    path = scratch / HEARTBEAT
-    first = _beaten(path)
-    if other.endswith(_host()) or first is None:
-        _refuse(scratch, other)
-    told = f"{scratch}: held by {other or 'another process'}"
-    print(f"{told}; waiting up to {DEAD_SECONDS:.0f} s to see if it lives", file=sys.stderr)
-    deadline = time.monotonic() + DEAD_SECONDS
-    while (now := _beaten(path)) == first and time.monotonic() < deadline:
-        time.sleep(min(1.0, DEAD_SECONDS / 4))
-    if now not in (None, first):
-        _refuse(scratch, other)
-
-
-def _refuse(scratch: Path, other: str) -> None:
-    raise UserError(
-        f"{scratch}: {other or 'another process'} is making this very result; wait for it or end it"
-    )
 
 
 def _beaten(path: Path) -> tuple[int, int] | None:
