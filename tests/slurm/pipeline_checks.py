@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +209,13 @@ def hold(tree: Tree, strategy: str) -> list[dict]:
     return tree.log(strategy)
 
 
+def let_go(halted: list[psutil.Process]) -> None:
+    """Resume workers, who then end themselves; Slurm may have done it before."""
+    for process in halted:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
 def targets(tree: Tree, *strategies: str) -> list[str]:
     return [tree.nodes("train")[s].stamp for s in strategies]
 
@@ -246,8 +253,7 @@ def interrupted(cluster) -> dict[str, list[dict]]:
             seconds=PATIENCE,
             what="no signal before the time limit",
         )
-        for worker in ends:
-            worker.resume()
+        let_go(ends)
         assert process.wait(timeout=PATIENCE) == 1, cluster.said()
     damaged.write_text(whole)
     return steps
@@ -262,7 +268,10 @@ def minutes_of(number: str) -> int:
 
 def is_pending(process: psutil.Process, number: int) -> bool:
     """Whether a halted process has a signal waiting."""
-    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    try:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
     masks = [int(v.split(":")[1], 16) for v in lines if v.startswith(("SigPnd", "ShdPnd"))]
     return any(mask >> (number - 1) & 1 for mask in masks)
 
@@ -296,8 +305,7 @@ def requeued(cluster, interrupted) -> list[dict]:
         wait_until(
             lambda: state(number) != "RUNNING", seconds=PATIENCE, what="the loss was not noticed"
         )
-        for worker in workers(cluster, "uniform"):
-            worker.resume()  # of the lost node, which Slurm did not reach; they end themselves
+        let_go(workers(cluster, "uniform"))  # of the lost node, which Slurm did not reach
         subprocess.run([UP, "node2"], check=True, timeout=60)
         assert process.wait(timeout=PATIENCE) == 0, cluster.said()
     assert slurm("scontrol", "show", "job", number).count("Restarts=1") == 1
