@@ -13,7 +13,8 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def sampled_digest(root: Path, cache: Path) -> str:
 def code_digest(modules: Iterable[str]) -> str:
     """Return the digest of the parsed source of `modules` and of what they import here."""
     files = closure(modules)
-    return digest({p.relative_to(PACKAGE).as_posix(): _parsed(p) for p in files})
+    return digest({p.relative_to(PACKAGE).as_posix(): _source(p).digest for p in files})
 
 
 def closure(modules: Iterable[str]) -> list[Path]:
@@ -108,7 +109,7 @@ def closure(modules: Iterable[str]) -> list[Path]:
         folder = path.parent.relative_to(PACKAGE)
         if path.name == "__init__.py" and path.parent != PACKAGE and str(folder) not in REGISTRIES:
             todo += path.parent.glob("*.py")
-        todo += [p for m in _imports(path) if (p := _locate(m))]
+        todo += [p for m in _source(path).imports if (p := _locate(m))]
     return sorted(seen)
 
 
@@ -121,14 +122,26 @@ def _locate(module: str) -> Path | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What counts of a file of the package: the digest of its code, the names that it imports."""
+
+    digest: str
+    imports: tuple[str, ...]
+
+
+def _source(path: Path) -> _Source:
+    return _parsed(path, path.stat().st_mtime_ns)
+
+
 @functools.cache
-def _tree(path: Path, mtime_ns: int) -> ast.Module:
+def _parsed(path: Path, mtime_ns: int) -> _Source:
     tree = ast.parse(path.read_bytes(), filename=str(path))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
             node.body = [s for s in body if not _inert(s)] or [ast.Pass()]  # type: ignore[attr-defined]
-    return tree
+    return _Source(hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(_imports(tree)))
 
 
 def _inert(statement: ast.stmt) -> bool:
@@ -138,29 +151,14 @@ def _inert(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
 
 
-def _parse(path: Path) -> ast.Module:
-    return _tree(path, path.stat().st_mtime_ns)
-
-
-@functools.cache
-def _dump(path: Path, mtime_ns: int) -> str:
-    return hashlib.sha256(ast.dump(_tree(path, mtime_ns)).encode()).hexdigest()
-
-
-def _parsed(path: Path) -> str:
-    return _dump(path, path.stat().st_mtime_ns)
-
-
-def _imports(path: Path) -> list[str]:
-    """Return the dotted names, below the package, that a file imports anywhere in it."""
-    found = []
-    for node in ast.walk(_parse(path)):
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """Yield the dotted names, below the package, that a file imports anywhere in it."""
+    head = PACKAGE.name + "."
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [a.name for a in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
         else:
             continue
-        head = PACKAGE.name + "."
-        found += [n.removeprefix(head) for n in names if n.startswith(head)]
-    return found
+        yield from (n.removeprefix(head) for n in names if n.startswith(head))
