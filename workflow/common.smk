@@ -44,8 +44,8 @@ def setting(leaf, name):
 
 # `tee` shows progress and keeps it; pipefail, which Snakemake sets, keeps the exit status.
 RUN = (
-    "cluster-sft run $(dirname {output}) --expect {wildcards.key} --params {params.files}"
-    " --threads {threads} 2>&1 | tee {log}"
+    "cluster-sft run $(dirname {output}) --expect {wildcards.key} --params {params.arguments}"
+    " 2>&1 | tee {log}"
 )
 
 for node in NODES.values() if GPUS else ():
@@ -101,7 +101,9 @@ def cores(stage):
         if threads := setting(node.leaf, "threads"):
             return threads
         taken = gpus_of(node, setting(node.leaf, "processes")) if GPUS else 0
-        return max(1, workflow.cores * taken // GPUS) if taken else workflow.cores
+        # Not stated on Slurm, where a profile has the threads of its rules.
+        cores = workflow.cores or 1
+        return max(1, cores * taken // GPUS) if taken else cores
 
     return count
 
@@ -119,12 +121,14 @@ def upstream(stage):
     return stamps
 
 
-def files(wildcards):
-    """Return the parameter files, and the machines of a training, as the command line takes them.
+def arguments(wildcards, output, threads):
+    """Return the parameter files, machines and threads of a job as the command line takes them.
 
-    A profile may give its rule machines. The other rules are told as well, to take of the processes
-    those that fall on one.
+    A profile may give the rule of training machines. The other rules are told as well, to take of
+    the processes those that fall on one. It may also give a rule more cores than `launch.threads`,
+    on which rounding may depend.
     """
     asked = workflow.get_rule("train").resources.get("nodes")
     nodes = getattr(asked, "value", None) or PARAMETERS["launch"]["nodes"]
-    return f"{FILES} --nodes {nodes}"
+    taken = min(threads, setting(NODES[output[0]].leaf, "threads") or threads)
+    return f"{FILES} --nodes {nodes} --threads {taken}"

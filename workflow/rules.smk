@@ -27,7 +27,7 @@ rule prepare:
         "envs/cluster-sft.yaml"
     threads: cores("prepare")
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -45,7 +45,7 @@ rule embed:
     resources:
         gpu=gpus("embed"),
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -61,7 +61,7 @@ rule cluster:
         "envs/cluster-sft.yaml"
     threads: cores("cluster")
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -77,7 +77,7 @@ rule select:
         "envs/cluster-sft.yaml"
     threads: 1
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -95,7 +95,7 @@ rule train:
     resources:
         gpu=gpus("train"),
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -113,7 +113,7 @@ rule evaluate:
     resources:
         gpu=gpus("evaluate"),
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -131,7 +131,7 @@ rule scorer:
     resources:
         gpu=gpus("scorer"),
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -149,7 +149,7 @@ rule features:
     resources:
         gpu=gpus("features"),
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -167,7 +167,7 @@ rule score:
     resources:
         gpu=gpus("score"),
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -182,7 +182,7 @@ rule unscored:
     conda:
         "envs/cluster-sft.yaml"
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -200,7 +200,7 @@ rule validate:
     resources:
         gpu=gpus("validate"),
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -216,7 +216,7 @@ rule diagnose:
         "envs/cluster-sft.yaml"
     threads: cores("diagnose")
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -232,7 +232,7 @@ rule report:
         "envs/cluster-sft.yaml"
     threads: 1
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
 
@@ -248,6 +248,6 @@ rule study:
         "envs/cluster-sft.yaml"
     threads: 1
     params:
-        files=files,
+        arguments=arguments,
     shell:
         RUN
