@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -130,3 +131,50 @@ def test_claim_of_another_machine_counts_for_gc_while_its_heart_beats(scratch):
     assert is_claimed(scratch)
     os.utime(scratch / HEARTBEAT, (time.time() - 10, time.time() - 10))
     assert not is_claimed(scratch)
+
+
+def test_claim_without_locks_is_told_by_the_heartbeat_on_the_same_machine_too(scratch, monkeypatch):
+    monkeypatch.setattr(claims, "_locks", lambda file: None)
+    (scratch / HEARTBEAT).write_text(f"process 7{claims._host()}")
+    entered = threading.Event()
+
+    def claim():
+        with claimed(scratch):
+            entered.set()
+
+    waiting = threading.Thread(target=claim)
+    with beating(scratch):
+        waiting.start()
+        assert not entered.wait(1)
+        assert is_claimed(scratch)
+    waiting.join(timeout=10)  # as of a killed process, it beats no more
+    assert entered.is_set()
+
+
+def test_claims_of_one_folder_side_by_side_are_held_one_at_a_time(tmp_path):
+    holding, most, lock = [], [], threading.Lock()
+
+    def claim(_):
+        with claimed(tmp_path / "scratch"):
+            with lock:
+                holding.append(1)
+                most.append(len(holding))
+            time.sleep(0.005)
+            with lock:
+                holding.pop()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(claim, range(60)))
+    assert (max(most), len(most)) == (1, 60)
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_takeover_leaves_the_claim_of_whoever_was_faster(scratch):
+    late = claims._Other(scratch)
+    assert late.lives(locked=False)
+    (scratch / HEARTBEAT).unlink()
+    (scratch / HEARTBEAT).write_text("process 8 on a third machine")
+    os.utime(scratch / HEARTBEAT, (1, 1))
+    late.bury(locked=False)
+    assert (scratch / HEARTBEAT).read_text() == "process 8 on a third machine"
+    assert (scratch / HOLDER).exists()

@@ -36,6 +36,7 @@ MINIMAL = {"name": "n", "data": {"source": "s"}, "model": {"name": "m"}}
         ({"name": ".."}, ["name", "not start with a dot", "'..'"]),
         ({"study": "."}, ["study", "not start with a dot", "'.'"]),
         ({"data": {"holdout": float("nan")}}, ["data.holdout", "nan"]),
+        ({"diagnose": {"seed": 2**32}}, ["diagnose.seed", "less than 4294967296"]),
         ({"launch": {"processes": -1}}, ["launch.processes", "-1"]),
     ],
 )
@@ -93,3 +94,35 @@ def test_params_every_shipped_key_has_a_comment():
     keys = [i for i, line in enumerate(lines) if re.match(r" *[a-z_0-9]+:", line)]
     bare = [lines[i] for i in keys if "#" not in lines[i] and "#" not in lines[i - 1]]
     assert bare == []
+
+
+def test_preset_takes_the_place_of_the_files_before_it_in_every_configuration(tmp_path):
+    preset, other, over = (tmp_path / name for name in ("preset.yaml", "other.yaml", "over.yaml"))
+    text = SHIPPED.read_text()
+    preset.write_text(
+        text.replace("name: demo", "name: preset").replace("  format: auto", "  format: messages")
+    )
+    other.write_text(text.replace("name: demo", "name: other"))
+    over.write_text(f"configurations: [{preset}, {other}]\ntrain: {{epochs: 7}}\n")
+    raw = params_files.load([SHIPPED, preset, over])
+    assert raw == params_files.load([preset, over])
+    found = [(c["name"], c["data"]["format"], c["train"]["epochs"]) for c in raw["configurations"]]
+    assert found == [("preset", "messages", 7), ("other", "auto", 7)]
+
+
+def test_fields_of_an_overlay_replace_those_before():
+    base = {"data": {"fields": {"output": "answer"}, "source": "s"}}
+    over = {"data": {"fields": {}}}
+    assert params_files.merge(base, over) == {"data": {"fields": {}, "source": "s"}}
+
+
+def test_configurations_that_are_no_file_names_are_refused(tmp_path):
+    over = tmp_path / "over.yaml"
+    over.write_text("configurations: [{name: a}]\n")
+    with pytest.raises(UserError, match="configurations: must name parameter files, got"):
+        params_files.load([SHIPPED, over])
+
+
+def test_folder_in_place_of_a_parameter_file_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"cannot be read .*; name a YAML file"):
+        yaml_files.read_mapping(tmp_path)

@@ -82,6 +82,7 @@ def test_benchmark_parquet_of_the_hub_is_read(tmp_path):
         ("medqa_4options", "a.json", json.dumps([{**MEDQA, "answer_idx": "AB"}]), "got 'AB'"),
         ("medqa_4options", "a.json", json.dumps([MEDMCQA]), "row 1: is no question of medqa"),
         ("pubmedqa", "a.json", json.dumps({"7": {**PUBMEDQA, "CONTEXTS": [3]}}), "got 3"),
+        ("pubmedqa", "a.json", json.dumps({"7": {**PUBMEDQA, "CONTEXTS": "abc"}}), "a list"),
         ("mmlu_anatomy", "a.csv", "question,A,B,C,D,answer\n", "row 1: .*got 'answer'"),
         ("mmlu_anatomy", "a.csv", "Q,1,2,3,A\n", "needs 4 choices, got 3"),
         ("mmlu_anatomy", "a.csv", "", "holds no questions"),

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from cluster_sft import training, training_loop
+from cluster_sft import checkpoints, training, training_loop
 from cluster_sft.artifacts import SUBSET, write_json, write_table
 from cluster_sft.batching import batch_plan, cluster_weights
 from cluster_sft.errors import UserError
@@ -255,6 +255,19 @@ def test_checkpoint_of_other_processes_and_parallelism_is_continued(
     assert after[:5] == before[:5] and len(after) == 6
     ours, theirs = weights_of(resumed), weights_of(whole)
     assert all(torch.allclose(ours[n], theirs[n], atol=1e-5, rtol=0) for n in theirs)
+
+
+def test_checkpoint_half_removed_by_a_kill_is_not_taken_for_one(tmp_path, monkeypatch):
+    def killed(path, ignore_errors=False):
+        if path.exists():
+            raise KeyboardInterrupt
+
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / checkpoints.META).write_text("{}")
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints._remove(tmp_path / "step-3")
+    assert checkpoints.latest_checkpoint(tmp_path, identity="a") is None
 
 
 @pytest.mark.timeout(600)

@@ -241,6 +241,13 @@ def replace_json(path: Path, value: Mapping[str, Any]) -> None:
     beside.replace(path)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file over what is there: a kill leaves the old one or the new one."""
+    beside = path.with_suffix(".partial")
+    beside.write_text(text)
+    beside.replace(path)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 META = "checkpoint.json"
 FORMAT = 2  # of checkpoints; another one is as if it were not there
 PREFIX = "step-"
+GONE = "partial-removed"
 WEIGHTS = "weights.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's Adam names them
 
@@ -71,12 +72,21 @@ def save_checkpoint(
         (beside / META).write_text(json.dumps(meta))
         _sync(beside)
         complete = folder / f"{PREFIX}{step}"
-        shutil.rmtree(complete, ignore_errors=True)
+        _remove(complete)
         beside.rename(complete)
         for other in folder.iterdir():
             if other != complete:
-                shutil.rmtree(other)
+                _remove(other)
     accelerator.wait_for_everyone()
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, under another name first: killed half-way it must not look complete."""
+    if path.exists():
+        gone = path.with_name(GONE)
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+        shutil.rmtree(gone)
 
 
 def latest_checkpoint(folder: Path, *, identity: str) -> tuple[int, Path] | None:

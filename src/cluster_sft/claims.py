@@ -10,13 +10,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -40,11 +39,12 @@ def claimed(scratch: Path) -> Iterator[Path]:
     other = _Other(scratch)
     while True:
         scratch.mkdir(parents=True, exist_ok=True)
-        with (scratch / HOLDER).open("a+") as file:
-            locked = _locks(file)
-            if locked and not _stands_at(file, scratch / HOLDER):
+        with ExitStack() as last, _opened(scratch / HOLDER) as file:
+            locked = _locks(file) if file else False
+            if not file or (locked is not False and not _stands_at(file, scratch / HOLDER)):
                 continue  # its last holder finished, and removed the folder, as we came
-            if locked and _is_begun(scratch):
+            if locked is not False and _is_begun(scratch):
+                last.callback(_remove_if_empty, scratch)  # once `holder` is closed, for NFS
                 try:
                     file.truncate(0)
                     file.write(_me())
@@ -53,14 +53,25 @@ def claimed(scratch: Path) -> Iterator[Path]:
                         yield scratch
                 finally:
                     (scratch / HEARTBEAT).unlink(missing_ok=True)
-                    _remove_if_empty(scratch)
+                    if os.listdir(scratch) == [HOLDER]:
+                        (scratch / HOLDER).unlink()
                 return
             if not other.lives(locked=locked):
-                (scratch / HEARTBEAT).unlink(missing_ok=True)
-                if not locked:  # a file server may keep the lock of a machine that is gone
-                    (scratch / HOLDER).unlink(missing_ok=True)
+                other.bury(locked=locked)
                 continue
         time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[str] | None]:
+    """Open a file, None if its folder has just been removed."""
+    try:
+        file = path.open("a+")
+    except FileNotFoundError:
+        yield None
+        return
+    with file:
+        yield file
 
 
 class _Other:
@@ -72,13 +83,14 @@ class _Other:
         self._since = time.monotonic()
         self._told = False
 
-    def lives(self, *, locked: bool) -> bool:
-        """Whether the holder may live; `locked` says that we have its kernel's lock.
+    def lives(self, *, locked: bool | None) -> bool:
+        """Whether the holder may live; `locked` is what `_locks` said of its lock.
 
-        Of another machine, whose clock may differ, only a change of the heartbeat's time counts.
+        Of another machine, whose clock may differ, only a change of the heartbeat's time counts; so
+        it does without locks.
         """
         name = _read(self._scratch / HEARTBEAT) or _read(self._scratch / HOLDER)
-        here = name.endswith(_host())
+        here = name.endswith(_host()) and locked is not None
         if here and locked:
             return False
         if (beat := _beaten(self._scratch / HEARTBEAT)) != self._beat:
@@ -93,15 +105,28 @@ class _Other:
             self._told = True
         return True
 
+    def bury(self, *, locked: bool | None) -> None:
+        """Remove the claim of a holder that lives no more, unless another process just did."""
+        mine = self._scratch / f"{HEARTBEAT}-{os.getpid()}{_host().replace(' ', '-')}"
+        with suppress(FileNotFoundError):
+            (self._scratch / HEARTBEAT).rename(mine)
+            if not locked and _beaten(mine) != self._beat:
+                mine.rename(self._scratch / HEARTBEAT)
+                return
+            mine.unlink()
+        if locked is False:  # a file server may keep the lock of a machine that is gone
+            (self._scratch / HOLDER).unlink(missing_ok=True)
+
 
 def is_claimed(scratch: Path) -> bool:
     """Whether a live process holds a scratch folder, of this machine or of another."""
     try:
         with (scratch / HOLDER).open("r+") as file:
-            if not _locks(file):
+            locked = _locks(file)
+            if locked is False:
                 return True
         beat = scratch / HEARTBEAT
-        mine = _read(beat).endswith(_host())
+        mine = locked and _read(beat).endswith(_host())
         return not mine and time.time() - beat.stat().st_mtime < DEAD_SECONDS
     except FileNotFoundError:
         return False
@@ -112,13 +137,15 @@ def _is_begun(scratch: Path) -> bool:
     try:
         return _create(scratch / HEARTBEAT)
     except OSError:
-        _remove_if_empty(scratch)
+        if os.listdir(scratch) == [HOLDER]:
+            (scratch / HOLDER).unlink()
+            _remove_if_empty(scratch)
         raise
 
 
 def _remove_if_empty(scratch: Path) -> None:
-    if scratch.is_dir() and os.listdir(scratch) == [HOLDER]:
-        shutil.rmtree(scratch)
+    with suppress(OSError):  # what is to be resumed from is in it, or the next claim
+        scratch.rmdir()
 
 
 def _me() -> str:
@@ -177,8 +204,8 @@ def _read(path: Path) -> str:
     return ""
 
 
-def _locks(file: IO[str]) -> bool:
-    """Whether the file could be locked; True too on a file system that knows no locks."""
+def _locks(file: IO[str]) -> bool | None:
+    """Whether the file could be locked; None on a file system that knows no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -186,6 +213,7 @@ def _locks(file: IO[str]) -> bool:
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise
+        return None
     return True
 
 

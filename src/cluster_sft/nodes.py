@@ -253,7 +253,8 @@ def _packaged(identity: Mapping[str, Any]) -> dict[str, str]:
 
 def _number(value: Any) -> Any:
     """Return numbers as floats where that is exact, so that 1 and 1.0 make one key."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if is_integer and abs(value) <= 2**53 else value
 
 
 def content_digest(path: Path, cache: Path = CACHE) -> str:

@@ -35,6 +35,7 @@ def _distinct(value: list[str]) -> list[str]:
     return value
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what all libraries take
 Token = Annotated[str, AfterValidator(_token)]
 Distinct = Annotated[list[Token], AfterValidator(_distinct)]
 Dtype = Literal["fp32", "bf16"]
@@ -56,7 +57,7 @@ class Data(Section):
     fields: dict[str, str] = {}
     holdout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
     max_samples: PositiveInt | None = None
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
 
 
 class Model(Section):
@@ -75,7 +76,7 @@ class ClusterRule(Section):
     n_init: PositiveInt = 4
     max_iter: PositiveInt = 100
     tol: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 1e-4
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
 
 
 class Cluster(ClusterRule):
@@ -106,7 +107,7 @@ class Warmup(Section):
     lora_alpha: PositiveInt = 512
     lora_dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.1
     lora_targets: LoraTargets = ATTENTION
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
 
 
 class Less(Warmup):
@@ -125,7 +126,7 @@ class S2lTraining(Section):
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
     batch_size: PositiveInt = 128
     warmup_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.03
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
 
 
 class S2l(S2lTraining):
@@ -150,7 +151,7 @@ class SelectRule(Section):
     downsample: Literal["random", "strategy"] = "random"
     ratio: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.5
     trim: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
 
 
 class Select(SelectRule):
@@ -182,7 +183,7 @@ class Train(Section):
     lora_dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
     lora_targets: LoraTargets = ATTENTION
     cosine_every: NonNegativeInt = 0
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _consistent(self) -> Train:
@@ -216,7 +217,7 @@ class Validate(Section):
     sample: Annotated[int, Field(ge=2)] = 400
     permutations: PositiveInt = 9999
     gradients: Literal["head", "all"] = "head"
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
 
 
 class Describe(Section):
@@ -225,7 +226,7 @@ class Describe(Section):
     map: Literal["pca", "tsne"] = "pca"
     examples: NonNegativeInt = 3
     terms: NonNegativeInt = 10
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
 
 
 class Diagnose(Validate, Describe):

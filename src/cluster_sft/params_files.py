@@ -17,18 +17,22 @@ from cluster_sft.errors import UserError
 from cluster_sft.params import Params, Section
 from cluster_sft.yaml_files import read_mapping
 
+REPLACED = ("sweep", "fields")  # mappings whose keys are the user's own
+
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` with `over` laid on it; sections merge, everything else is replaced."""
     out = dict(base)
     for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping) and key != "sweep"
-        out[key] = merge(out[key], value) if both else value
+        both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+        out[key] = merge(out[key], value) if both and key not in REPLACED else value
     return out
 
 
 def load(files: Sequence[Path]) -> dict[str, Any]:
     """Read and merge the files, later ones over earlier ones, and check the result.
+
+    A file with every section, such as a preset, takes the place of those before it.
 
     Returns the raw mapping, whose scalars print in paths as they stand in the file; `typed` gives
     the typed view. In place of the files that `configurations` names stand their own mappings.
@@ -36,14 +40,27 @@ def load(files: Sequence[Path]) -> dict[str, Any]:
     Raises:
         UserError: a file or a key is at fault; the message names it.
     """
+    read = [read_mapping(path) for path in files]
+    first = max((i for i, given in enumerate(read) if _is_whole(given)), default=0)
     over: dict[str, Any] = {}
-    for path in files[1:]:
-        over = merge(over, read_mapping(path))
-    raw = merge(read_mapping(files[0]), over)
-    check(raw, where=", ".join(str(f) for f in files))
+    for given in read[first + 1 :]:
+        over = merge(over, given)
+    raw = merge(read[first], over)
+    where = ", ".join(str(f) for f in files[first:])
+    check(raw, where=where)
     if named := raw.get("configurations"):
+        if wrong := [name for name in named if not isinstance(name, str)]:
+            raise UserError(f"{where}: configurations: must name parameter files, got {wrong[0]!r}")
         raw["configurations"] = [_configuration(Path(path), raw, over) for path in named]
     return raw
+
+
+def _is_whole(given: Mapping[str, Any]) -> bool:
+    fields = Params.model_fields.items()
+    sections = [
+        n for n, f in fields if isinstance(f.annotation, type) and issubclass(f.annotation, Section)
+    ]
+    return all(name in given for name in ("name", *sections))
 
 
 def _configuration(path: Path, raw: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import PositiveInt
 
 from cluster_sft.params import (
     ClusterRule,
@@ -18,6 +18,7 @@ from cluster_sft.params import (
     Ifd,
     S2lTraining,
     Section,
+    Seed,
     SelectRule,
     Token,
     Train,
@@ -44,7 +45,7 @@ class Projected(Loaded):
     """Gradients of a model, projected: two leaves compare where all of this is equal."""
 
     projection_dim: PositiveInt = 8192
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
 
 
 class PrepareParams(Data, Rendering):
@@ -100,7 +101,7 @@ class S2lParams(Section):
     """What S2L's groups read beside the trajectories."""
 
     clusters: PositiveInt = 100
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
 
 
 class ValidateParams(Validate, Loaded):

@@ -72,7 +72,7 @@ def make(node: Node, compute: Compute, *, workspace: bool = True, fresh: bool = 
             _swap_in(partial, leaf)
         if workspace:
             shelf.keep(leaf, node.key, instead=fresh)
-        shutil.rmtree(scratch, ignore_errors=True)
+        disk.empty(scratch)
     return outcome
 
 

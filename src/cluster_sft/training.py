@@ -34,7 +34,7 @@ from accelerate.utils import (
 from tqdm import tqdm
 
 from cluster_sft import costs, launching
-from cluster_sft.artifacts import SUMMARY, read_json, write_json
+from cluster_sft.artifacts import SUMMARY, read_json, replace_text, write_json
 from cluster_sft.checkpoints import latest_checkpoint, load_checkpoint
 from cluster_sft.errors import UserError
 from cluster_sft.models import local_path
@@ -252,13 +252,14 @@ def _open_session(job: dict[str, Any], accelerator: Accelerator) -> Session:
 def _resume(session: Session) -> int:
     """Load the last complete checkpoint and cut the log to it; return the steps done."""
     # As the main process sees it: on a shared file system other nodes may see an older state.
-    found = latest_checkpoint(session.checkpoints, identity=session.identity)
-    [found] = broadcast_object_list([found])
+    is_main = session.accelerator.is_main_process
+    known = latest_checkpoint(session.checkpoints, identity=session.identity) if is_main else None
+    [found] = broadcast_object_list([known])
     done = found[0] if found else 0
-    if session.accelerator.is_main_process:
+    if is_main:
         path = session.scratch / TRAIN_LOG
         kept = [entry for entry in read_log(path) if entry["step"] <= done]
-        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        replace_text(path, "".join(json.dumps(entry) + "\n" for entry in kept))
     if found:
         load_checkpoint(found[1], model=session.model, optimizer=session.optimizer)
     session.accelerator.wait_for_everyone()

@@ -157,14 +157,20 @@ def _pubmedqa(row: Any) -> Row:
     return {
         "pubid": int(row["pubid"] if hub else row["id"]),
         "question": _text(row["question"] if hub else row["QUESTION"]),
-        "context": {"contexts": [_text(each) for each in contexts]},
+        "context": {"contexts": [_text(each) for each in _list(contexts)]},
         "final_decision": _one_of(row["final_decision"], DECISIONS),
     }
 
 
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"must be a list, got {value!r:.60}")
+    return value
+
+
 def _mmlu(row: Any) -> Row:
     if isinstance(row, dict):
-        question, choices = row["question"], list(row["choices"])
+        question, choices = row["question"], _list(row["choices"])
         answer = _one_of(row["answer"], range(len(LETTERS)))
     else:
         question, *choices, letter = row
