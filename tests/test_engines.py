@@ -5,6 +5,7 @@ The project is small but whole: real stages, a real random model, git, DVC with 
 
 from __future__ import annotations
 
+import re
 import runpy
 from collections import Counter
 from pathlib import Path
@@ -178,6 +179,22 @@ def test_engines_sweep_shares_upstream_and_reports_every_point(made, tmp_path):
         ["random", "0.5", "0"],
         ["random", "0.5", "1"],
     ]
+
+
+def test_engines_job_takes_no_more_threads_than_launch_threads_of_the_cores_of_its_rule(
+    made, tmp_path
+):
+    project = made.copy(tmp_path / "threads")
+    project.edit("train.seed", 7)
+
+    def told(*arguments: str) -> set[str]:
+        text = project.call("snakemake", "-n", "-p", "--cores", "8", *arguments)
+        return set(re.findall(r"run \$\(dirname \S+/train/.* --threads (\d+)", text))
+
+    project.edit("launch.threads", 3)
+    assert told("--set-threads", "train=8") == {"3"}
+    project.edit("launch.threads", None)
+    assert told("--set-threads", "train=6") == {"6"}
 
 
 def test_engines_config_on_the_command_line_is_refused_with_the_remedy(made):
