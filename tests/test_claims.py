@@ -54,7 +54,8 @@ def beating(folder):
         thread.join()
 
 
-def test_claim_of_a_live_process_of_another_machine_is_waited_for(scratch, capsys):
+def start_claim(scratch):
+    """Claim in a thread; return it, and the event that the claim was got."""
     entered = threading.Event()
 
     def claim():
@@ -62,8 +63,13 @@ def test_claim_of_a_live_process_of_another_machine_is_waited_for(scratch, capsy
             entered.set()
 
     waiting = threading.Thread(target=claim)
+    waiting.start()
+    return waiting, entered
+
+
+def test_claim_of_a_live_process_of_another_machine_is_waited_for(scratch, capsys):
     with beating(scratch):
-        waiting.start()
+        waiting, entered = start_claim(scratch)
         assert not entered.wait(1.5)
         assert (scratch / HEARTBEAT).read_text() == OTHER
     (scratch / HEARTBEAT).unlink()  # as a process does that has finished
@@ -136,15 +142,8 @@ def test_claim_of_another_machine_counts_for_gc_while_its_heart_beats(scratch):
 def test_claim_without_locks_is_told_by_the_heartbeat_on_the_same_machine_too(scratch, monkeypatch):
     monkeypatch.setattr(claims, "_locks", lambda file: None)
     (scratch / HEARTBEAT).write_text(f"process 7{claims._host()}")
-    entered = threading.Event()
-
-    def claim():
-        with claimed(scratch):
-            entered.set()
-
-    waiting = threading.Thread(target=claim)
     with beating(scratch):
-        waiting.start()
+        waiting, entered = start_claim(scratch)
         assert not entered.wait(1)
         assert is_claimed(scratch)
     waiting.join(timeout=10)  # as of a killed process, it beats no more

@@ -268,6 +268,9 @@ def test_checkpoint_half_removed_by_a_kill_is_not_taken_for_one(tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         checkpoints._remove(tmp_path / "step-3")
     assert checkpoints.latest_checkpoint(tmp_path, identity="a") is None
+    monkeypatch.undo()
+    checkpoints._remove(tmp_path / "step-3")
+    assert not (tmp_path / "step-3").exists()
 
 
 @pytest.mark.timeout(600)

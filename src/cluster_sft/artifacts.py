@@ -231,14 +231,16 @@ def read_embeddings(leaf: Path) -> tuple[np.ndarray, pl.DataFrame]:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write JSON with sorted keys, one key a line; non-finite numbers are refused."""
-    path.write_text(json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
+    path.write_text(_json_text(value))
 
 
 def replace_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write JSON as `write_json` over what is there: a kill leaves the old file or the new one."""
-    beside = path.with_suffix(".partial")
-    write_json(beside, value)
-    beside.replace(path)
+    replace_text(path, _json_text(value))
+
+
+def _json_text(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 
 def replace_text(path: Path, text: str) -> None:

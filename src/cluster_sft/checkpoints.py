@@ -26,7 +26,6 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 META = "checkpoint.json"
 FORMAT = 2  # of checkpoints; another one is as if it were not there
 PREFIX = "step-"
-GONE = "partial-removed"
 WEIGHTS = "weights.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's Adam names them
 
@@ -81,21 +80,19 @@ def save_checkpoint(
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, under another name first: killed half-way it must not look complete."""
+    """Remove a checkpoint, if it is there; killed half-way, what is left is none."""
     if path.exists():
-        gone = path.with_name(GONE)
-        shutil.rmtree(gone, ignore_errors=True)
-        path.rename(gone)
-        shutil.rmtree(gone)
+        (path / META).unlink(missing_ok=True)
+        shutil.rmtree(path)
 
 
 def latest_checkpoint(folder: Path, *, identity: str) -> tuple[int, Path] | None:
     """Return the steps done and the folder of the last complete checkpoint of this run, if any."""
     found = []
-    for path in folder.glob(f"{PREFIX}*"):
-        meta = json.loads((path / META).read_text())
+    for path in folder.glob(f"{PREFIX}*/{META}"):
+        meta = json.loads(path.read_text())
         if meta["identity"] == identity and meta.get("format") == FORMAT:
-            found.append((int(meta["step"]), path))
+            found.append((int(meta["step"]), path.parent))
     return max(found, default=None)
 
 

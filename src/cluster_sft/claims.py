@@ -39,12 +39,16 @@ def claimed(scratch: Path) -> Iterator[Path]:
     other = _Other(scratch)
     while True:
         scratch.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as last, _opened(scratch / HOLDER) as file:
-            locked = _locks(file) if file else False
-            if not file or (locked is not False and not _stands_at(file, scratch / HOLDER)):
-                continue  # its last holder finished, and removed the folder, as we came
+        with ExitStack() as last:
+            last.callback(_remove_if_empty, scratch)  # once `holder` is closed, for NFS
+            try:
+                file = last.enter_context((scratch / HOLDER).open("a+"))
+            except FileNotFoundError:
+                continue  # its last holder removed the folder, as we came
+            locked = _locks(file)
+            if locked is not False and not _stands_at(file, scratch / HOLDER):
+                continue  # or made another
             if locked is not False and _is_begun(scratch):
-                last.callback(_remove_if_empty, scratch)  # once `holder` is closed, for NFS
                 try:
                     file.truncate(0)
                     file.write(_me())
@@ -53,25 +57,12 @@ def claimed(scratch: Path) -> Iterator[Path]:
                         yield scratch
                 finally:
                     (scratch / HEARTBEAT).unlink(missing_ok=True)
-                    if os.listdir(scratch) == [HOLDER]:
-                        (scratch / HOLDER).unlink()
+                    _drop_holder_alone(scratch)
                 return
             if not other.lives(locked=locked):
                 other.bury(locked=locked)
                 continue
         time.sleep(POLL_SECONDS)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[str] | None]:
-    """Open a file, None if its folder has just been removed."""
-    try:
-        file = path.open("a+")
-    except FileNotFoundError:
-        yield None
-        return
-    with file:
-        yield file
 
 
 class _Other:
@@ -91,10 +82,10 @@ class _Other:
         """
         name = _read(self._scratch / HEARTBEAT) or _read(self._scratch / HOLDER)
         here = name.endswith(_host()) and locked is not None
-        if here and locked:
-            return False
         if (beat := _beaten(self._scratch / HEARTBEAT)) != self._beat:
             self._beat, self._since = beat, time.monotonic()
+        if here and locked:
+            return False
         if not here and time.monotonic() - self._since >= DEAD_SECONDS:
             return False
         if not self._told:
@@ -110,7 +101,7 @@ class _Other:
         mine = self._scratch / f"{HEARTBEAT}-{os.getpid()}{_host().replace(' ', '-')}"
         with suppress(FileNotFoundError):
             (self._scratch / HEARTBEAT).rename(mine)
-            if not locked and _beaten(mine) != self._beat:
+            if _beaten(mine) != self._beat:
                 mine.rename(self._scratch / HEARTBEAT)
                 return
             mine.unlink()
@@ -137,10 +128,15 @@ def _is_begun(scratch: Path) -> bool:
     try:
         return _create(scratch / HEARTBEAT)
     except OSError:
+        _drop_holder_alone(scratch)
+        raise
+
+
+def _drop_holder_alone(scratch: Path) -> None:
+    """Remove `holder` where there is nothing to resume from, so that the folder can go."""
+    with suppress(FileNotFoundError):  # someone removed the folder
         if os.listdir(scratch) == [HOLDER]:
             (scratch / HOLDER).unlink()
-            _remove_if_empty(scratch)
-        raise
 
 
 def _remove_if_empty(scratch: Path) -> None:

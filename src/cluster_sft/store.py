@@ -72,7 +72,8 @@ def make(node: Node, compute: Compute, *, workspace: bool = True, fresh: bool = 
             _swap_in(partial, leaf)
         if workspace:
             shelf.keep(leaf, node.key, instead=fresh)
-        disk.empty(scratch)
+        with contextlib.suppress(OSError):  # the result is there; a file server may keep open files
+            disk.empty(scratch)
     return outcome
 
 

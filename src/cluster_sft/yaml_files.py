@@ -21,15 +21,13 @@ def read_mapping(path: Path) -> dict[str, Any]:
         value = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
-    except (OSError, ValueError) as error:
-        if not isinstance(error, UnicodeDecodeError):  # a folder, no permission, a name of bytes 0
-            raise UserError(f"{path}: cannot be read ({error}); name a YAML file") from error
-        raise UserError(f"{path}: not valid YAML ({error})") from error
-    except YAMLError as error:
+    except (YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         what = getattr(error, "problem", None) or str(error)
         raise UserError(f"{where}: not valid YAML ({what})") from error
+    except (OSError, ValueError) as error:  # a folder, no permission, a NUL in its name
+        raise UserError(f"{path}: cannot be read ({error}); name a YAML file") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: must be a mapping of keys, got {type(value).__name__}")
     return value
