@@ -321,7 +321,7 @@ def _write_samples(leaf: Path, level: float, seed: int) -> tuple[float, float]:
 def _write_rows(leaf: Path, name: str, rows: int) -> None:
     frame = pl.DataFrame(
         {
-            "id": [f"{i:05d}" for i in range(rows)],
+            "id": [f"{'held-' * (name == 'heldout.parquet')}{i:05d}" for i in range(rows)],
             "source_id": None,
             "source_row": range(rows),
             "messages": [[{"role": "user", "content": "a"}]] * rows,

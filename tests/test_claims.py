@@ -168,6 +168,28 @@ def test_claims_of_one_folder_side_by_side_are_held_one_at_a_time(tmp_path):
     assert not (tmp_path / "scratch").exists()
 
 
+def test_holder_that_was_halted_for_long_ends_at_once_and_leaves_what_is_anothers(tmp_path):
+    scratch = tmp_path / "scratch"
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom cluster_sft import claims\n"
+        "claims.BEAT_SECONDS = 0.05\n"
+        "with claims.claimed(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(scratch)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as child:
+        try:
+            assert child.stdout.readline() == "held\n"
+            (scratch / "taken").write_text(OTHER)
+            (scratch / "taken").rename(scratch / HEARTBEAT)
+            _, told = child.communicate(timeout=20)
+        finally:
+            child.kill()
+    assert child.returncode == 1
+    assert told.count("\n") == 1 and f"{OTHER} took over" in told
+    assert (scratch / HEARTBEAT).read_text() == OTHER
+
+
 def test_takeover_leaves_the_claim_of_whoever_was_faster(scratch):
     late = claims._Other(scratch)
     assert late.lives(locked=False)

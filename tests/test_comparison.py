@@ -204,15 +204,20 @@ def test_rows_above_one_that_ifd_had_to_take_are_told_once_a_subset(workspace):
     assert [w.split(" have")[0] for w in found] == ["ifd, r 1: 12 of 572 rows"]
 
 
-@pytest.mark.parametrize(("ids", "shared"), [(["00003", "00007", "x"], 2), (["x"], 0)])
-def test_held_out_rows_among_the_targets_of_less_are_told(workspace, ids, shared):
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [
+        (["held-00003", "held-00007", "x"], ["less was shown 2 of 200 held-out rows"]),
+        (["00003", "x"], ["1 of 2 target examples of less are rows of the data to select from"]),
+        (["x"], []),
+    ],
+)
+def test_rows_of_the_data_among_the_targets_of_less_are_told(workspace, ids, told):
     point = workspace.point("less", scored=True)
     frame = pl.DataFrame({"id": ids, "subtask": None, "reason": None})
     write_table(point.scores["less"] / "targets", "gradients.parquet", frame)
     found = [w for w in caveats.warnings(collect([point]), []) if "targets" in w]
-    assert [w.split(" as")[0] for w in found] == (
-        [f"less was shown {shared} of 200 held-out rows"] if shared else []
-    )
+    assert [w.split(" as ")[0] for w in found] == told
 
 
 def test_intervals_of_one_draw_of_the_rows_say_so(workspace):

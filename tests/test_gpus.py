@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster_sft import computing, gpus
+from cluster_sft import computing, gpu_devices, gpus
 from cluster_sft.errors import UserError
 from cluster_sft.gpu_devices import Gpu, find_gpus, read_listing, visible_gpus
 from cluster_sft.gpus import Ticket, allot, hold
@@ -274,6 +274,17 @@ def test_hold_makes_a_place_that_every_user_of_the_machine_can_use():
     finally:
         os.umask(before)
     assert modes == {"locks": 0o1777, "mutex": 0o644, "ticket-1": 0o644}
+
+
+def test_gpus_of_a_container_without_nvidia_smi_are_those_the_kernel_knows(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpu_devices, "KERNEL", tmp_path)
+    for bus, uuid in (("0000:c1:00.0", "GPU-0b"), ("0000:41:00.0", "GPU-1a")):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "information").write_text(
+            f"Model: \t\t NVIDIA H100\nIRQ:   \t\t 80\nGPU UUID: \t {uuid}\nDevice Minor: \t 3\n"
+        )
+    assert gpu_devices._ask_driver() == [Gpu(0, "GPU-1a"), Gpu(1, "GPU-0b")]
 
 
 def as_user(number: int, action: Callable[[], None]) -> int:

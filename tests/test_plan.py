@@ -361,8 +361,27 @@ def test_sweep_without_a_study_asks_for_its_name(raw):
 
 
 def test_sweep_value_out_of_range_is_refused_before_any_work(raw):
-    with pytest.raises(UserError, match=r"cluster\.alpha.*got 0\.5"):
+    with pytest.raises(UserError, match=r"^sweep: cluster\.alpha.*got 0\.5"):
         plan.target({**raw, "study": "s", "sweep": {"cluster.alpha": [1.5, 0.5]}})
+
+
+def test_model_directory_that_is_not_there_is_refused_before_any_work(raw):
+    for key in ("model.name", "score.s2l.model"):
+        over = replace(replace(raw, key, "./absent"), "select.strategies", ["s2l"])
+        with pytest.raises(UserError, match=r"model '\./absent': no such directory"):
+            plan.target(over)
+
+
+def test_held_out_rows_as_targets_are_refused_before_any_work_if_there_are_none(raw):
+    over = replace(replace(raw, "data.holdout", 0), "select.strategies", ["less"])
+    Path("targets.yaml").write_text("split: heldout\n")
+    with pytest.raises(UserError, match=r"targets\.yaml: names the held-out rows, and there are"):
+        plan.target(replace(over, "score.less.targets", "targets.yaml"))
+
+
+def test_name_too_long_for_a_folder_is_refused_before_any_work(raw):
+    with pytest.raises(UserError, match=r"name: must have at most 100 characters"):
+        plan.target({**raw, "name": "n" * 300})
 
 
 def test_unknown_strategy_is_refused_before_any_work(raw):

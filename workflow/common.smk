@@ -42,10 +42,12 @@ def setting(leaf, name):
     return plan.configuration_of(leaf, PARAMETERS)["launch"][name]
 
 
-# `tee` shows progress and keeps it; pipefail, which Snakemake sets, keeps the exit status.
+# `tee` shows progress and keeps it; pipefail, which Snakemake sets, keeps the exit status. Slurm tells
+# all processes of a job that its time is up: the shells have to wait while training saves its state.
 RUN = (
-    "cluster-sft run $(dirname {output}) --expect {wildcards.key} --params {params.arguments}"
-    " 2>&1 | tee {log}"
+    "trap : TERM;"
+    " cluster-sft run $(dirname {output}) --expect {wildcards.key} --params {params.arguments}"
+    " 2>&1 | (trap '' TERM; exec tee {log})"
 )
 
 for node in NODES.values() if GPUS else ():

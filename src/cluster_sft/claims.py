@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 HOLDER = "holder"
 HEARTBEAT = "heartbeat"
@@ -56,8 +56,9 @@ def claimed(scratch: Path) -> Iterator[Path]:
                     with _beating(scratch / HEARTBEAT):
                         yield scratch
                 finally:
-                    (scratch / HEARTBEAT).unlink(missing_ok=True)
-                    _drop_holder_alone(scratch)
+                    if _is_mine(scratch / HEARTBEAT):
+                        (scratch / HEARTBEAT).unlink(missing_ok=True)
+                        _drop_holder_alone(scratch)
                 return
             if not other.lives(locked=locked):
                 other.bury(locked=locked)
@@ -167,12 +168,14 @@ def _create(path: Path) -> bool:
 
 @contextmanager
 def _beating(path: Path) -> Iterator[None]:
-    """Renew a file's time again and again in a thread."""
+    """Renew a file's time again and again in a thread; end the process if its claim is lost."""
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(BEAT_SECONDS):
             with suppress(OSError):  # a file system that is away for a while
+                if not _is_mine(path):
+                    _give_way(path)
                 os.utime(path)
 
     thread = threading.Thread(target=beat, daemon=True)
@@ -182,6 +185,18 @@ def _beating(path: Path) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def _is_mine(heartbeat: Path) -> bool:
+    """Whether no other process has taken the claim over, as from one that was halted for long."""
+    return _read(heartbeat) in ("", _me())
+
+
+def _give_way(heartbeat: Path) -> NoReturn:
+    """End this process with nothing cleaned up, since all that it could touch is another's."""
+    told = f"{heartbeat.parent}: {_read(heartbeat)} took over while this process stood still"
+    print(f"cluster-sft: {told}; it ends", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _beaten(path: Path) -> tuple[int, int] | None:

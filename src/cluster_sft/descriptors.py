@@ -2,6 +2,7 @@
 
 `{corpus: python-stdlib}` is a corpus that the package makes; `{hub, revision, split, subset,
 fields}` is a data set on the Hugging Face Hub. `fields` maps names of a format to its columns.
+`{split: heldout}` alone stands for the held-out rows of the prepared data.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 CORPORA: dict[str, Callable[[], list[dict[str, Any]]]] = {"python-stdlib": stdlib_corpus.rows}
 COMMIT = re.compile(r"[0-9a-f]{40}")
+HELDOUT = {"split": "heldout"}
 KEYS = ("corpus", "hub", "subset", "revision", "split", "fields")
 
 
@@ -96,6 +98,20 @@ def read(path: Path) -> Descriptor:
     if texts["corpus"]:
         _check(path, texts["corpus"], tuple(CORPORA), "corpus")
     return Descriptor(str(path), **{**texts, "split": texts["split"] or "train"}, fields=fields)
+
+
+def names_heldout(path: Path) -> bool:
+    """Whether a file stands for the held-out rows of the prepared data.
+
+    Raises:
+        UserError: it names another split of them.
+    """
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        return False
+    value = read_mapping(path)
+    if set(value) == set(HELDOUT) and value != HELDOUT:
+        raise UserError(f"{path}: split must be heldout, got {value['split']!r}")
+    return value == HELDOUT
 
 
 def _check(path: Path, value: str, known: tuple[str, ...], what: str) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 MIG = "MIG-"
 LISTED = re.compile(r"^\s*(?:GPU (\d+):|MIG ).*\(UUID: ([^)\s]+)\)", re.MULTILINE)
+KERNEL = Path("/proc/driver/nvidia/gpus")  # a folder a GPU, named by its bus
+UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)", re.MULTILINE)
 SECONDS = 60  # the driver of many GPUs may have to wake up first
 
 
@@ -89,15 +91,19 @@ def read_listing(text: str) -> list[Gpu]:
     return found
 
 
+def _ask_kernel(folder: Path) -> list[Gpu]:
+    """Return the GPUs that the driver tells the kernel of, in the order of their buses."""
+    told = (path.read_text() for path in sorted(folder.glob("*/information")))
+    return [Gpu(number, uuid[1]) for number, text in enumerate(told) if (uuid := UUID.search(text))]
+
+
 def _ask_driver() -> list[Gpu]:
     try:
         told = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SECONDS, check=False
         )
-    except FileNotFoundError:
-        # A container with the driver's libraries alone: its GPUs are numbered from 0.
-        count = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        return [Gpu(number, f"GPU-{number}") for number in range(count)]
+    except FileNotFoundError:  # a container with the driver's libraries alone
+        return _ask_kernel(KERNEL)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return read_listing(told.stdout) if told.returncode == 0 else []

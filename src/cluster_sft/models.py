@@ -38,9 +38,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from cluster_sft.errors import UserError
+from cluster_sft.model_names import PYPI, model_folder
 from cluster_sft.offline import NotFetchedError, is_offline
 
-PYPI = "pypi:"
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -158,22 +158,13 @@ def local_path(name: str) -> Path:
     Raises:
         UserError: no such directory, package or Hub model.
     """
-    if name.startswith(PYPI):
-        return _packaged(name.removeprefix(PYPI))
-    path = Path(name).expanduser()
-    if path.is_dir():
+    if path := model_folder(name):
         if not (path / "config.json").is_file():
             raise UserError(
                 f"model {name!r}: {path} holds no config.json; it is no model directory"
             )
         return path
-    # A Hub id is "model" or "owner/model"; anything longer or rooted can only be a path.
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise UserError(
-            f"model {name!r}: no such directory; give a model directory, a Hub id "
-            "(owner/model) or pypi:PACKAGE"
-        )
-    return _downloaded(name)
+    return _packaged(name.removeprefix(PYPI)) if name.startswith(PYPI) else _downloaded(name)
 
 
 def _downloaded(name: str) -> Path:

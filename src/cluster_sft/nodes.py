@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster_sft import digests, strategies, suites
+from cluster_sft import descriptors, digests, strategies, suites
 from cluster_sft.errors import UserError
+from cluster_sft.model_names import PYPI, model_folder
 from cluster_sft.params import EvaluateRule, Params, Section
 from cluster_sft.params_files import typed
 from cluster_sft.stage_params import TrainParams
@@ -115,6 +116,8 @@ class Planner:
             modules.append(f"suites.{kind}")
             dropped |= set(EvaluateRule.model_fields) - set(suites.keys(kind))
             values["model"] = values["model"] if strategy == BASE else None
+        if "targets" in files:
+            self._check_targets(files["targets"])
         files |= local_models(values)
         params = spec.params.model_validate(
             {k: v for k, v in values.items() if k in spec.params.model_fields}
@@ -140,6 +143,14 @@ class Planner:
             return self.k
         value = get(self.params.model_dump(), key)
         return self.params.model.name if (key, value) == ("score.s2l.model", "auto") else value
+
+    def _check_targets(self, path: Path) -> None:
+        wanted = path.is_file() and descriptors.names_heldout(path)
+        if wanted and not self.params.data.holdout:
+            raise UserError(
+                f"{path}: names the held-out rows, and there are none; set data.holdout above 0, "
+                "or score.less.targets to a file of examples"
+            )
 
     def _check_batch(self, params: TrainParams) -> None:
         if params.batches == "stratified" and params.global_batch_size < self.k:
@@ -177,9 +188,13 @@ class Planner:
 
 
 def local_models(values: Mapping[str, Any]) -> dict[str, Path]:
-    """Return the parameters that name a model directory on this machine, by role."""
+    """Return the parameters that name a model directory on this machine, by role.
+
+    Raises:
+        UserError: a name that can only be a directory is none.
+    """
     named = {role: values.get(role) for role in ("model", "s2l_model")}
-    return {role: Path(name) for role, name in named.items() if name and Path(name).is_dir()}
+    return {role: path for role, name in named.items() if name and (path := model_folder(name))}
 
 
 def resolve_training(params: Section, strategy: str) -> TrainParams:
@@ -245,8 +260,8 @@ def _packaged(identity: Mapping[str, Any]) -> dict[str, str]:
         name = str(identity.get(role))
         # ValueError: no name at all
         with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
-            if name.startswith("pypi:"):
-                version = importlib.metadata.version(name.removeprefix("pypi:"))
+            if name.startswith(PYPI):
+                version = importlib.metadata.version(name.removeprefix(PYPI))
                 found[role] = f"{name}=={version}"
     return found
 

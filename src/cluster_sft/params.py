@@ -19,9 +19,12 @@ from pydantic import (
 )
 
 TOKEN = re.compile(r"[A-Za-z0-9.-]+")
+LONGEST = 100  # characters; file systems take 255, and the path part of a strategy has more in it
 
 
 def _token(value: str) -> str:
+    if len(value) > LONGEST:
+        raise ValueError(f"must have at most {LONGEST} characters, since it becomes part of a path")
     if not TOKEN.fullmatch(value) or value.startswith("."):  # "." and ".." are other folders
         raise ValueError(
             "must match [A-Za-z0-9.-]+ and not start with a dot, since it becomes part of a path"
@@ -114,7 +117,7 @@ class Less(Warmup):
     """LESS: warm-up, projected gradients, target examples."""
 
     gradient: Literal["adam", "sgd", "sign"] = "adam"
-    projection_dim: PositiveInt = 8192
+    projection_dim: Annotated[int, Field(ge=1, le=2**20)] = 8192
     targets: str = "data/heldout.yaml"
 
 

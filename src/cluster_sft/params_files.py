@@ -103,6 +103,10 @@ def _missing(section: Section, raw: object) -> tuple[str, str] | None:
 def typed(raw: Mapping[str, Any], *, where: str = "params.yaml") -> Params:
     """Return the typed parameters.
 
+    Args:
+        raw: the mapping, as merged.
+        where: what says so, for messages: files, or the key that laid its values over them.
+
     Raises:
         UserError: an unknown key (the nearest name is given), a wrong type or a value out of range.
     """

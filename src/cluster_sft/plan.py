@@ -97,6 +97,7 @@ def _grid(raw: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Mapping[str,
         at: Mapping[str, Any] = raw
         for key, value in zip(sweep, values, strict=True):
             at = replace(at, key, value)
+        typed(at, where="sweep")
         yield dict(zip(sweep, values, strict=True)), at
 
 

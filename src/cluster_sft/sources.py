@@ -47,8 +47,12 @@ class Source:
         return f"{self.name}, row {row}" + (f" ({self.places[row]})" if self.places else "")
 
 
-def read(path: Path) -> Source:
+def read(path: Path, *, key: str = "data.source") -> Source:
     """Read every row of a source.
+
+    Args:
+        path: of a file of rows, or of a descriptor.
+        key: of params.yaml that named it, for messages.
 
     Raises:
         UserError: no such file, unreadable, empty, of another encoding, or not what it should be.
@@ -56,11 +60,11 @@ def read(path: Path) -> Source:
     if path.suffix.lower() in (".yaml", ".yml"):
         described = descriptors.read(path)
         return Source(str(path), described.rows(), described.fields)
-    data = _bytes(path)
+    data = _bytes(path, key)
     is_parquet = data.startswith(PARQUET)
-    source = _parquet(path, data) if is_parquet else _json(path, _decoded(path, data))
+    source = _parquet(path, data) if is_parquet else _json(path, _decoded(path, data, key), key)
     if not source.rows:
-        raise UserError(f"{path}: holds no rows; data.source must name a file with at least one")
+        raise UserError(f"{path}: holds no rows; {key} must name a file with at least one")
     for number, row in enumerate(source.rows):
         if not isinstance(row, dict):
             raise UserError(
@@ -70,15 +74,15 @@ def read(path: Path) -> Source:
     return source
 
 
-def _bytes(path: Path) -> bytes:
+def _bytes(path: Path, key: str) -> bytes:
     """Return the file's bytes, decompressed."""
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; data.source must name an existing file") from error
+        raise UserError(f"{path}: no such file; {key} must name an existing file") from error
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be read ({error.strerror}); data.source must name a readable file"
+            f"{path}: cannot be read ({error.strerror}); {key} must name a readable file"
         ) from error
     for magic, name in FOREIGN.items():
         if data.startswith(magic):
@@ -103,7 +107,7 @@ def _frames(data: bytes) -> Iterator[bytes]:
         data = frame.unused_data
 
 
-def _decoded(path: Path, data: bytes) -> str:
+def _decoded(path: Path, data: bytes, key: str) -> str:
     """Return UTF-8 text without its byte-order mark."""
     if data.startswith(UTF16) or b"\x00" in data[:64]:
         raise UserError(
@@ -119,11 +123,11 @@ def _decoded(path: Path, data: bytes) -> str:
             "Latin-1 convert it: iconv -f LATIN1 -t UTF-8"
         ) from error
     if not content.strip():
-        raise UserError(f"{path}: the file is empty; data.source must name a file with rows")
+        raise UserError(f"{path}: the file is empty; {key} must name a file with rows")
     return content
 
 
-def _json(path: Path, content: str) -> Source:
+def _json(path: Path, content: str, key: str) -> Source:
     """Return the rows of JSONL, of one JSON array, or of the one list in a JSON object."""
     start = content.lstrip()[0]
     first = content.lstrip().split("\n", 1)[0]
@@ -131,7 +135,7 @@ def _json(path: Path, content: str) -> Source:
         return _lines(path, content)
     if start not in "[{":
         raise UserError(
-            f"{path}: does not start like JSON, got {first[:20]!r}; data.source must be JSON, "
+            f"{path}: does not start like JSON, got {first[:20]!r}; {key} must be JSON, "
             "JSONL or Parquet"
         )
     value = _parse(content, f"{path}, line", 1)

@@ -21,7 +21,7 @@ import psutil
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 10.0
-STOP_SECONDS = 60.0  # for children that were told to end, to finish a step and save it
+STOP_SECONDS = 600.0  # for children that were told to end, to finish a step and save it
 STOP = b"stop\n"  # tells so on standard input, to a child that passes it on
 
 

@@ -49,6 +49,12 @@ SLURM = [
     *("--slurm-status-command", "squeue", "--slurm-init-seconds-before-status-checks", "1"),
     *("--seconds-between-status-checks", "1", "--latency-wait", "10", "--jobs", "4"),
 ]
+# What the profile says of training, less `nodes`, `tasks` and `mpi`.
+ON_ONE_NODE = [
+    "--set-resources",
+    *("train:slurm_partition=gpu", "train:runtime=60", "train:gres=gpu:1", "train:gpu=0"),
+    *("train:tasks_per_gpu=0", "train:slurm_extra='--signal=TERM@120'"),
+]
 # Seconds for what takes one or two minutes on a machine with nothing else to do.
 PATIENCE = float(os.environ.get("SLURM_TEST_PATIENCE", "900"))
 EARLY = 3  # steps after which a training counts as under way
@@ -245,18 +251,23 @@ def interrupted(cluster) -> dict[str, list[dict]]:
             assert process.poll() is None, cluster.said()
             time.sleep(0.02)
         slurm("scancel", job_of(cluster, "cluster"))
-        number, ends = job_of(cluster, "random"), workers(cluster, "random")
-        limit = minutes_of(number) + 2
-        slurm("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
-        wait_until(
-            lambda: all(is_pending(p, signal.SIGTERM) for p in ends if p.is_running()),
-            seconds=PATIENCE,
-            what="no signal before the time limit",
-        )
-        let_go(ends)
+        reach_time_limit(cluster, "random")
         assert process.wait(timeout=PATIENCE) == 1, cluster.said()
     damaged.write_text(whole)
     return steps
+
+
+def reach_time_limit(tree: Tree, strategy: str) -> None:
+    """Let a halted training go once it was told that its time limit is near."""
+    number, ends = job_of(tree, strategy), workers(tree, strategy)
+    limit = minutes_of(number) + 2
+    slurm("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
+    wait_until(
+        lambda: all(is_pending(p, signal.SIGTERM) for p in ends if p.is_running()),
+        seconds=PATIENCE,
+        what="no signal before the time limit",
+    )
+    let_go(ends)
 
 
 def minutes_of(number: str) -> int:
@@ -288,10 +299,31 @@ def test_slurm_cancelled_training_is_told_as_cancelled(cluster, interrupted):
 
 
 def test_slurm_training_told_of_its_time_limit_saves_its_last_step(cluster, interrupted):
-    assert "interrupted; run it again to resume" in cluster.stage_log("train", "random")
-    node = cluster.nodes("train")["random"]
-    (saved,) = (cluster.root / "work" / node.key / "checkpoints").glob("step-*")
-    assert saved.name == f"step-{len(cluster.log('random'))}"
+    assert is_saved(cluster, "random")
+
+
+def is_saved(tree: Tree, strategy: str) -> bool:
+    """Whether an interrupted training said so and has its last step in a checkpoint."""
+    node = tree.nodes("train")[strategy]
+    (saved,) = (tree.root / "work" / node.key / "checkpoints").glob("step-*")
+    told = "interrupted; run it again to resume" in tree.stage_log("train", strategy)
+    return told and saved.name == f"step-{len(tree.log(strategy))}"
+
+
+def test_slurm_training_on_one_node_saves_its_last_step_and_resumes(home, one, tiny_model_dir):
+    made = tree(home, "node", tiny_model_dir, 1)
+    made.snakemake("--until", "select")
+    wanted = [*ON_ONE_NODE, "--retries", "0", *targets(made, "random")]
+    with made.submitted(*wanted) as process:
+        steps = hold(made, "random")
+        reach_time_limit(made, "random")
+        assert process.wait(timeout=PATIENCE) == 1, made.said()
+    assert is_saved(made, "random")
+    with made.submitted(*wanted) as process:
+        assert process.wait(timeout=PATIENCE) == 0, made.said()
+    assert continues(made.log("random"), steps)
+    ours, theirs = (load_file(t.leaf("train", "random") / "model.safetensors") for t in (made, one))
+    assert all(equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 # Start a real Slurm of two nodes with pretend GPUs on this one machine, for tests/slurm/run.sh.
 #   up.sh          install Debian's packages if they are missing, then start all; nothing if it is up
 #   up.sh NODE     start that node's slurmd again
+# Exit status 77: the packages cannot be had.
 # Everything is on loopback. A Slurm that is not from here is left alone. down.sh ends it.
 set -euo pipefail
 D=${SLURM_TEST_DIR:-/tmp/cluster-sft-slurm}
@@ -61,7 +62,7 @@ if ! command -v slurmctld slurmd sbatch munged >/dev/null; then
   { apt-get update -qq && apt-get install -y -qq --no-install-recommends \
     slurmctld slurmd slurm-client munge; } >"$D/log/apt" 2>&1 9>&- || failed=1
   [ -z "${made:-}" ] || rm -f $policy
-  [ -z "${failed:-}" ] || { tail -20 "$D/log/apt" >&2; die "apt-get failed"; }
+  [ -z "${failed:-}" ] || { tail -20 "$D/log/apt" >&2; say "apt-get failed"; exit 77; }
 fi
 
 rm -rf "$D/state" "$D/spool"

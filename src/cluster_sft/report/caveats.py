@@ -111,22 +111,36 @@ def _misled_warnings(results: Results) -> list[str]:
 
 
 def _target_warnings(results: Results) -> list[str]:
-    """Warn where LESS chose rows for the very rows that the held-out loss is taken on."""
-    if not (results.scores["kind"] == "heldout").any():
-        return []
+    """Warn where LESS chose rows for what the held-out loss is taken on, or for rows it can take.
+
+    Rows are known by their content, wherever they stand.
+    """
     leaves = {p.scores["less"]: p.prepare for p in results.points if "less" in p.scores}
-    shared, total = 0, 0
-    for less, prepare in leaves.items():
-        targets = read_table(less / "targets", "gradients.parquet", ["id"])["id"]
-        held = read_table(prepare, "heldout.parquet", ["id"])["id"] if prepare else []
-        shared, total = shared + len(set(targets) & set(held)), total + len(held)
-    if not shared:
-        return []
-    return [
-        f"less was shown {show_count(shared)} of {show_count(total)} held-out rows as its targets, "
-        "no other method was: its held-out NLL is not a fair comparison. Name other examples in "
-        "score.less.targets."
+    known = [
+        (
+            set(read_table(less / "targets", "gradients.parquet", ["id"])["id"]),
+            set(read_table(prepare, "heldout.parquet", ["id"])["id"]),
+            set(read_table(prepare, "dataset.parquet", ["id"])["id"]),
+        )
+        for less, prepare in leaves.items()
+        if prepare
     ]
+    found = []
+    remedy = "Name other examples in score.less.targets."
+    held = sum(len(targets & heldout) for targets, heldout, _ in known)
+    if held and (results.scores["kind"] == "heldout").any():
+        total = sum(len(heldout) for _, heldout, _ in known)
+        found.append(
+            f"less was shown {show_count(held)} of {show_count(total)} held-out rows as its "
+            "targets, no other method was: its held-out NLL is not a fair comparison. " + remedy
+        )
+    if own := sum(len(targets & rows) for targets, _, rows in known):
+        total = sum(len(targets) for targets, _, _ in known)
+        found.append(
+            f"{show_count(own)} of {show_count(total)} target examples of less are rows of the "
+            "data to select from as well, which score high for being their own targets. " + remedy
+        )
+    return found
 
 
 def _item_warnings(results: Results) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from cluster_sft import costs, formats, models, sources
+from cluster_sft import costs, descriptors, formats, models, sources
 from cluster_sft.artifacts import DATASET, read_table
 from cluster_sft.errors import UserError
 from cluster_sft.heads import IGNORED
@@ -23,14 +23,12 @@ from cluster_sft.preparation import context_length
 from cluster_sft.rendering import Renderer, TemplateRefusal
 from cluster_sft.scorers._less_features import write_features
 from cluster_sft.token_batches import write_tokens
-from cluster_sft.yaml_files import read_mapping
 
 if TYPE_CHECKING:
     from cluster_sft.params import Launch
     from cluster_sft.stage_params import LessParams
 
 SUBTASK = "subtask"
-HELDOUT = {"split": "heldout"}
 SCHEMA = {"id": pl.String, SUBTASK: pl.String} | {k: DATASET[k] for k in ("input_ids", "labels")}
 
 
@@ -50,7 +48,7 @@ def write_targets(
     """
     meter = costs.start()
     path = Path(params.targets)
-    rows = _heldout(dataset, path) if _is_split(path) else _rendered(params, path)
+    rows = _heldout(dataset, path) if descriptors.names_heldout(path) else _rendered(params, path)
     write_tokens(zip(rows["input_ids"].to_list(), rows["labels"].to_list(), strict=True), scratch)
     write_features(
         params,
@@ -64,16 +62,6 @@ def write_targets(
         launch=launch,
         meter=meter,
     )
-
-
-def _is_split(path: Path) -> bool:
-    """Say whether the file names a split of the prepared data; descriptors of a source do not."""
-    if path.suffix.lower() not in (".yaml", ".yml"):
-        return False
-    value = read_mapping(path)
-    if set(value) == set(HELDOUT) and value != HELDOUT:
-        raise UserError(f"{path}: split must be heldout, got {value['split']!r}")
-    return value == HELDOUT
 
 
 def _heldout(dataset: Path, path: Path) -> pl.DataFrame:
@@ -91,7 +79,7 @@ def _heldout(dataset: Path, path: Path) -> pl.DataFrame:
 
 def _rendered(params: LessParams, path: Path) -> pl.DataFrame:
     """Read, render and tokenise the examples as stage prepare does its rows."""
-    source = sources.read(path)
+    source = sources.read(path, key="score.less.targets")
     reader = formats.reader(source.rows, name="auto", fields=source.fields, where=source.where(0))
     renderer = Renderer.of(models.load_tokenizer(params.model), template=params.template)
     limit = params.max_length or context_length(params.model)

@@ -1,0 +1,28 @@
+"""What a model's name stands for: a directory, a Hub id or `pypi:PACKAGE`. Free of torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cluster_sft.errors import UserError
+
+PYPI = "pypi:"
+
+
+def model_folder(name: str) -> Path | None:
+    """Return the directory that a model's name stands for; None for a Hub id or a package.
+
+    Raises:
+        UserError: it can only be a directory, and there is none.
+    """
+    path = Path(os.path.expanduser(name))
+    if path.is_dir():
+        return path
+    # A Hub id is "owner/model"; anything longer or rooted can only be a path.
+    if name.startswith((".", "/", "~")) or (name.count("/") != 1 and not name.startswith(PYPI)):
+        raise UserError(
+            f"model {name!r}: no such directory; give a model directory, a Hub id "
+            "(owner/model) or pypi:PACKAGE"
+        )
+    return None
