@@ -63,6 +63,14 @@ def test_benchmark_csv_without_header_is_read_plain_and_compressed(tmp_path):
     assert found == [[MMLU_READ], [MMLU_READ]]
 
 
+def test_benchmark_csv_may_hold_blank_lines_which_count(tmp_path):
+    (tmp_path / "a.csv").write_text('\n"Q, ""x""",1,2,3,4,D\n\n')
+    assert _benchmarks.read("mmlu_anatomy", tmp_path / "a.csv") == [MMLU_READ]
+    (tmp_path / "a.csv").write_text('\n"Q, ""x""",1,2,3,4,E\n\n')
+    with pytest.raises(UserError, match=r"row 2: .*got 'E'"):
+        _benchmarks.read("mmlu_anatomy", tmp_path / "a.csv")
+
+
 def test_benchmark_parquet_of_the_hub_is_read(tmp_path):
     pl.DataFrame([PUBMEDQA_READ]).write_parquet(tmp_path / "a.parquet")
     assert _benchmarks.read("pubmedqa", tmp_path / "a.parquet") == [PUBMEDQA_READ]
@@ -86,7 +94,21 @@ def test_benchmark_parquet_of_the_hub_is_read(tmp_path):
         ("mmlu_anatomy", "a.csv", "question,A,B,C,D,answer\n", "row 1: .*got 'answer'"),
         ("mmlu_anatomy", "a.csv", "Q,1,2,3,A\n", "needs 4 choices, got 3"),
         ("mmlu_anatomy", "a.csv", "", "holds no questions"),
-        ("mmlu_anatomy", "a.json", "{", "cannot be read"),
+        ("mmlu_anatomy", "a.json", "{", "line 1: not valid JSON"),
+        ("mmlu_anatomy", "a.json", '[\n{"question": "Q"},\n?]', "line 3: not valid JSON"),
+        pytest.param(
+            *("mmlu_anatomy", "a.json", "[" * 100_000, "line 1: not usable JSON .*recursion"),
+            id="deep",
+        ),
+        (
+            "pubmedqa",
+            "a.json",
+            json.dumps([{**PUBMEDQA, "id": float("inf")}]),
+            "row 1: .*its id must be an integer, got inf",
+        ),
+        ("pubmedqa", "a.json", json.dumps([{**PUBMEDQA, "id": float("nan")}]), "got nan"),
+        ("pubmedqa", "a.json", json.dumps([{**PUBMEDQA, "id": 7.5}]), "got 7.5"),
+        ("pubmedqa", "a.json", json.dumps([{**PUBMEDQA_READ, "question": "\ud800"}]), "surrogate"),
         ("mmlu_anatomy", "a.parquet", "no", "cannot be read"),
         ("mmlu_anatomy", "a.txt", "x", "must be .json, .jsonl, .csv or .parquet"),
         ("medqa", "a.json", "[]", "task 'medqa' is not known; .*medqa_4options"),
@@ -100,8 +122,22 @@ def test_benchmark_file_with_a_fault_is_an_error_that_says_what(
         _benchmarks.read(task, tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (json.dumps({**MEDQA, "answer_idx": "E"}), "line 4: is no question of medqa_4options"),
+        ("{", "line 4: not valid JSON"),
+        pytest.param('{"a": ' * 100_000, "line 4: not usable JSON", id="deep"),
+    ],
+)
+def test_benchmark_row_is_named_by_its_line_blank_ones_counted(tmp_path, second, message):
+    (tmp_path / "a.jsonl").write_text(f"\n{json.dumps(MEDQA)}\n\n{second}\n")
+    with pytest.raises(UserError, match=message):
+        _benchmarks.read("medqa_4options", tmp_path / "a.jsonl")
+
+
 def test_benchmark_file_that_is_missing_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="no such file; correct the path in data_files"):
+    with pytest.raises(UserError, match=r"gone\.json: no such file; data_files must"):
         _benchmarks.read("medmcqa", tmp_path / "gone.json")
 
 

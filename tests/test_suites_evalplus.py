@@ -160,18 +160,54 @@ def test_problems_are_read_from_gzip_too(tmp_path, problems):
     assert evalplus.read_problems(path, "humaneval") == problems
 
 
+def test_byte_order_mark_before_the_problems_is_no_fault(tmp_path, problems):
+    (tmp_path / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + SMALL.read_bytes())
+    assert evalplus.read_problems(tmp_path / "p.jsonl", "humaneval") == problems
+
+
+def damaged(whole: bytes) -> dict[str, bytes]:
+    return {
+        "cut off": whole[:-20],  # EOFError
+        "bits turned": whole[:10] + b"\x07" + whole[11:],  # zlib.error: no such kind of block
+    }
+
+
+@pytest.mark.parametrize("damage", damaged(b""))
+def test_damaged_gzip_file_of_problems_is_an_error(tmp_path, damage):
+    path = tmp_path / "p.jsonl.gz"
+    path.write_bytes(damaged(gzip.compress(SMALL.read_bytes()))[damage])
+    with pytest.raises(UserError, match=r"p\.jsonl\.gz: damaged compressed file \(.*fetch"):
+        evalplus.read_problems(path, "humaneval")
+
+
+def test_problem_in_another_encoding_is_named_by_its_line(tmp_path, problems):
+    first = json.dumps(problems[0]).encode()
+    (tmp_path / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + first + b"\n\n\xe9\n")
+    with pytest.raises(UserError, match=r"p\.jsonl, line 3: byte 0xe9 is not UTF-8"):
+        evalplus.read_problems(tmp_path / "p.jsonl", "humaneval")
+
+
+def test_problem_that_stands_twice_is_named_by_its_line(tmp_path, problems):
+    rows = [problems[0], problems[1], problems[0]]
+    (tmp_path / "p.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    with pytest.raises(UserError, match=r"line 5: task_id HumanEval/9001 stands on an earlier"):
+        evalplus.read_problems(tmp_path / "p.jsonl", "humaneval")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: is no JSON"),
+        ("{", "line 2: not valid JSON"),
+        pytest.param("[" * 100_000, "line 2: not usable JSON .*recursion", id="deep"),
         ("[]", "line 2: needs 'task_id'"),
         ('{"task_id": "HumanEval/1", "prompt": 3}', "line 2: needs 'prompt'"),
-        (None, "task_id must be HumanEval/NUMBER, got 'Mbpp/1'"),
+        ({"task_id": "Mbpp/1"}, "line 2: task_id must be HumanEval/NUMBER, got 'Mbpp/1'"),
+        ({"base_input": []}, "line 2: base_input must hold at least one test"),
     ],
 )
 def test_line_that_is_no_problem_is_named(tmp_path, problems, line, message):
     path = tmp_path / "p.jsonl"
-    bad = line if line is not None else json.dumps(problems[0] | {"task_id": "Mbpp/1"})
+    bad = line if isinstance(line, str) else json.dumps(problems[1] | line)
     path.write_text(json.dumps(problems[0]) + "\n" + bad + "\n")
     with pytest.raises(UserError, match=message):
         evalplus.read_problems(path, "humaneval")
@@ -188,16 +224,12 @@ def evaluation(suite: Path, tmp_path: Path, **spec: str) -> Evaluation:
     return Evaluation(suite, spec, None, tmp_path, "model", tmp_path, tmp_path)  # type: ignore
 
 
-def test_missing_problem_file_is_an_error(tmp_path):
-    with pytest.raises(UserError, match=r"problems: .*gone\.jsonl does not exist"):
-        evalplus.problem_file(
-            evaluation(tmp_path, tmp_path, dataset="humaneval", problems="gone.jsonl")
-        )
-
-
-def test_unknown_dataset_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="dataset must be humaneval or mbpp, got 'humanevil'"):
-        evalplus.problem_file(evaluation(tmp_path, tmp_path, dataset="humanevil"))
+@pytest.mark.parametrize("path", ["gone.jsonl", "/nowhere/gone.jsonl"])
+def test_missing_problem_file_is_an_error_when_the_suite_is_planned(tmp_path, path):
+    text = f"kind: evalplus\ndataset: humaneval\nproblems: {path}\n"
+    (tmp_path / "suite.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"suite\.yaml: problems: .*gone\.jsonl does not exist"):
+        suites.outside_files(tmp_path)
 
 
 def test_download_that_fails_is_an_error_with_a_remedy(tmp_path, monkeypatch):
@@ -246,10 +278,13 @@ def test_offline_run_without_problems_names_the_command_that_brings_them(tmp_pat
 
 
 def test_problem_file_outside_the_folder_is_named_for_the_cache_key(tmp_path):
-    for name, path in (("inside", "p.jsonl"), ("outside", "/data/p.jsonl"), ("up", "../p.jsonl")):
+    far = tmp_path / "p.jsonl"
+    far.touch()
+    for name, path in (("inside", "p.jsonl"), ("outside", far), ("up", "../p.jsonl")):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "p.jsonl").touch()
         text = f"kind: evalplus\ndataset: humaneval\nproblems: {path}\n"
         (tmp_path / name / "suite.yaml").write_text(text)
     assert suites.outside_files(tmp_path / "inside") == []
-    assert suites.outside_files(tmp_path / "outside") == [Path("/data/p.jsonl")]
+    assert suites.outside_files(tmp_path / "outside") == [far]
     assert suites.outside_files(tmp_path / "up") == [tmp_path / "up" / "../p.jsonl"]

@@ -119,6 +119,15 @@ def test_include_of_lm_evals_own_task_becomes_its_file(suite, tmp_path):
     assert Path(line.removeprefix("include: ")).is_file()
 
 
+def test_questions_that_an_included_file_names_are_found(suite, tmp_path):
+    """Such a file has no ending of its own, as lm-eval's have none."""
+    text = TASK.format(name="first", data="rows.jsonl", metric="acc")
+    (suite / "tasks/_shared").write_text(text.replace("task: first\n", ""))
+    (suite / "tasks/first.yaml").write_text("include: _shared\ntask: first\n")
+    tasks, _ = lm_eval.load_tasks(evaluation(suite, "model", tmp_path, tasks=["first"]))
+    assert len(list(tasks["first"].test_docs())) == 4
+
+
 def test_data_set_out_of_reach_is_an_error_with_a_remedy(suite, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     text = TASK.format(name="away", data="rows.jsonl", metric="acc")
@@ -198,31 +207,85 @@ def test_local_file_takes_the_place_of_the_data_set(tmp_path):
     )
 
 
+def plan(suite: Path, text: str = "tasks: [first]\ninclude: tasks\n") -> list[Path]:
+    """Return what counts in the suite's key beside its folder."""
+    (suite / "suite.yaml").write_text(f"kind: lm_eval\n{text}")
+    return suites.outside_files(suite)
+
+
+def test_local_files_that_fit_no_task_are_an_error(suite):
+    with pytest.raises(UserError, match="'medmcqa' is no task of the folder `include`"):
+        plan(suite, "tasks: [first]\ninclude: tasks\ndata_files: {medmcqa: x.json}\n")
+
+
+def test_local_files_outside_the_suites_folder_count_in_its_key(suite):
+    for path in (suite / "own.json", suite.parent / "q.json"):
+        path.touch()
+    for name in ("medmcqa", "pubmedqa"):
+        (suite / f"tasks/{name}.yaml").write_text(f"task: {name}\n")
+    text = "tasks: [medmcqa]\ninclude: tasks\ndata_files: {medmcqa: ../q.json, pubmedqa: own.json}"
+    assert plan(suite, text) == [suite / "../q.json"]
+
+
+@pytest.mark.parametrize("name", ["third.yaml", "_shared"])
+def test_questions_of_a_task_file_outside_the_suites_folder_count_in_its_key(suite, name):
+    (suite.parent / "far.jsonl").touch()
+    text = TASK.format(name="third", data="../../far.jsonl", metric="acc")
+    (suite / "tasks" / name).write_text(text)
+    (suite / "tasks/fourth.yaml").write_text(f"include: {name}\ntask: fourth\n")
+    assert plan(suite) == [suite / "tasks/../../far.jsonl"]
+
+
+def test_folders_that_a_task_file_reads_count_in_its_key(suite, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("own/rows", "more"):
+        (tmp_path / name).mkdir(parents=True)
+    (suite / "tasks/third.yaml").write_text("task: third\ndataset_path: own/rows\n")
+    text = f"task: fourth\ndataset_path: json\ndataset_kwargs: {{data_dir: {tmp_path / 'more'}}}\n"
+    (suite / "tasks/fourth.yaml").write_text(text)
+    assert sorted(plan(suite)) == [tmp_path / "more", Path("own/rows")]
+
+
+def test_files_of_a_data_set_on_the_hub_are_left_to_it(suite):
+    text = TASK.format(name="third", data="data/test.json", metric="acc")
+    text = text.replace("dataset_path: json", "dataset_path: nobody/nothing")
+    (suite / "tasks/third.yaml").write_text(text)
+    text = TASK.format(name="fourth", data='"https://nowhere.example/q.jsonl"', metric="acc")
+    (suite / "tasks/fourth.yaml").write_text(text)
+    assert plan(suite) == []
+
+
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("text", "message"),
     [
-        ({"data_files": {"other": "x.json"}}, "'other' is no task of the folder `include`"),
-        ({"data_files": {"first": 3}}, "must map tasks to files, got 'first': 3"),
-        ({"data_files": {"first": "x.json"}, "num_fewshot": 2}, "num_fewshot must be 0, got 2"),
-        ({"data_files": {"first": "x.json"}}, "layout of task 'first' is not known"),
+        (TASK.format(name="first", data="gone.jsonl", metric="acc"), "gone.jsonl does not exist"),
+        (TASK.format(name="first", data="[3]", metric="acc"), "data_files must name files, got 3"),
+        ("task: first\ninclude: gone", "include: .*gone does not exist"),
+        ("task: first\ninclude: [3]", "include must name files, got 3"),
+        ("task: first\ninclude: ../suite.yaml", "relative to this one, .*put the file into the"),
+        (f"task: first\ninclude: {MCQ / 'tasks/stdlib_mcq.yaml'}", "include must name a file of"),
+        ("task: first\ninclude: lm_eval/medmcqa/gone.yaml", r"gone\.yaml does not exist"),
+        ("task: first\ndoc_to_text: !function [a]", "!function needs a name"),
+        ("task: first\nday: 2020-13-45", "cannot be read as YAML: month must be"),
+        pytest.param("a: " + "[" * 1000, "cannot be read as YAML: maximum recursion", id="deep"),
+        ("first", "must be a mapping"),
     ],
 )
-def test_local_files_that_fit_no_task_are_an_error(suite, tmp_path, spec, message):
-    with pytest.raises(UserError, match=message):
-        lm_eval.load_tasks(evaluation(suite, "model", tmp_path, tasks=["first"], **spec))
+def test_task_file_with_a_fault_is_an_error_when_its_suite_is_planned(suite, text, message):
+    (suite / "tasks/first.yaml").write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        plan(suite)
+    assert str(caught.value).startswith(f"{suite / 'tasks/first.yaml'}: ")
 
 
-def test_local_files_outside_the_suites_folder_count_in_its_key(tmp_path):
-    (tmp_path / "mine").mkdir()
-    text = "{kind: lm_eval, tasks: [t], include: tasks, data_files: {t: ../q.json, u: own.json}}"
-    (tmp_path / "mine/suite.yaml").write_text(text)
-    assert suites.outside_files(tmp_path / "mine") == [tmp_path / "mine/../q.json"]
-
-
-@pytest.mark.parametrize("tasks", [[], [3]])
-def test_tasks_that_are_no_names_are_an_error(suite, tmp_path, tasks):
-    with pytest.raises(UserError, match="tasks must be a list of names"):
-        lm_eval.load_tasks(evaluation(suite, "model", tmp_path, tasks=tasks))
+def test_missing_file_or_folder_of_the_suite_is_an_error_when_it_is_planned(suite):
+    with pytest.raises(UserError, match=r"suite\.yaml: include: .*gone does not exist"):
+        plan(suite, "tasks: [first]\ninclude: gone\n")
+    with pytest.raises(UserError, match=r"first\.yaml: is no folder of task files"):
+        plan(suite, "tasks: [first]\ninclude: tasks/first.yaml\n")
+    (suite / "tasks/medmcqa.yaml").write_text("task: medmcqa\n")
+    with pytest.raises(UserError, match=r"data_files\.medmcqa: .*gone\.json does not exist"):
+        plan(suite, "tasks: [first]\ninclude: tasks\ndata_files: {medmcqa: gone.json}\n")
 
 
 def test_missing_task_folder_and_broken_task_file_are_errors(suite, tmp_path):
@@ -233,7 +296,6 @@ def test_missing_task_folder_and_broken_task_file_are_errors(suite, tmp_path):
         _task_files.copy(suite / "tasks", tmp_path / "copy", cache=tmp_path)
 
 
-def test_tasks_outside_the_suites_folder_count_in_its_key(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/suite.yaml").write_text("{kind: lm_eval, tasks: [t], include: ../shared}")
-    assert suites.outside_files(tmp_path / "mine") == [tmp_path / "mine/../shared"]
+def test_tasks_outside_the_suites_folder_count_in_its_key(suite):
+    (suite / "tasks").rename(suite.parent / "shared")
+    assert plan(suite, "tasks: [first]\ninclude: ../shared\n") == [suite / "../shared"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,8 +100,9 @@ class Kind:
         keys: the keys of `evaluate:` that can change its scores; others stay out of its cache key.
         options: keys of suite.yaml beside `kind`, with the type of each.
         required: those of them that must be given.
-        files: of a spec, the paths that it reads; those outside the suite's folder count in its
-            cache key like those inside.
+        check: raises a UserError if a spec's values make no sense; its path is put before.
+        files: of a suite and its spec, the paths that it reads, each after the place that names it;
+            those outside the suite's folder count in its cache key like those inside.
         fetch: brings what an evaluation reads from a network; returns those files.
     """
 
@@ -108,7 +110,8 @@ class Kind:
     keys: tuple[str, ...] = ("limit",)
     options: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
     required: tuple[str, ...] = ()
-    files: Callable[[Mapping[str, Any]], list[str]] = lambda spec: []
+    check: Callable[[Mapping[str, Any]], None] = lambda spec: None
+    files: Callable[[Path, Mapping[str, Any]], Iterable[tuple[str, Path]]] = lambda suite, spec: []
     fetch: Callable[[Evaluation], list[Path]] = lambda evaluation: []
 
 
@@ -153,7 +156,8 @@ def read(suite: Path) -> dict[str, Any]:
     """Return the suite.yaml of a folder, checked against the options of its kind.
 
     Raises:
-        UserError: it is missing, no YAML mapping, or it has an unknown, missing or mistyped key.
+        UserError: it is missing, no YAML mapping, or it has an unknown, missing or mistyped key, or
+            a value that its kind refuses.
     """
     path = suite / SPEC
     spec = read_mapping(path)
@@ -174,6 +178,10 @@ def read(suite: Path) -> dict[str, Any]:
             raise UserError(f"{path}: {key} must be {_type_name(wanted)}, got {value!r}")
     if missing := [key for key in options.required if key not in spec]:
         raise UserError(f"{path}: kind {spec['kind']} needs the key {missing[0]!r}; add it")
+    try:
+        options.check(spec)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     return spec
 
 
@@ -188,10 +196,19 @@ def keys(kind_name: str) -> tuple[str, ...]:
 
 
 def outside_files(suite: Path) -> list[Path]:
-    """Return what the suite in a folder reads outside it; it may not exist."""
-    spec = read(suite)
-    paths = [suite / path for path in get(spec["kind"]).files(spec)]
-    return [path for path in paths if not path.resolve().is_relative_to(suite.resolve())]
+    """Return the files and folders outside its own that the suite in a folder reads.
+
+    Raises:
+        UserError: its suite.yaml or a file of it has a fault, or names what does not exist.
+    """
+    spec, found, seen = read(suite), [], [suite.resolve()]
+    for place, path in get(spec["kind"]).files(suite, spec):
+        if not os.path.exists(path):  # unlike Path.exists, whatever is wrong with it
+            raise UserError(f"{place}: {path} does not exist; put it there, or correct the path")
+        if not any(path.resolve().is_relative_to(each) for each in seen):
+            found.append(path)
+            seen.append(path.resolve())
+    return found
 
 
 def _type_name(wanted: type | tuple[type, ...]) -> str:

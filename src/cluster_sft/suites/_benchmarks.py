@@ -7,14 +7,12 @@ downloaded Parquet file, are taken as they are. Reading keeps the file's order.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
-import json
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster_sft import text_files
 from cluster_sft.errors import UserError, known_names
 
 LETTERS = ("A", "B", "C", "D")
@@ -22,6 +20,19 @@ DECISIONS = ("yes", "no", "maybe")
 MMLU = "mmlu_"
 TASKS = ("medmcqa", "medqa_4options", "pubmedqa", f"{MMLU}SUBJECT")
 Row = dict[str, Any]
+
+
+def check_layout(task: str) -> None:
+    """Make sure that the layout of a task's published files is known.
+
+    Raises:
+        UserError: it is not.
+    """
+    if task not in TASKS and not task.startswith(MMLU):
+        raise UserError(
+            f"data_files: the layout of task {task!r} is not known; {known_names(task, TASKS)}; "
+            "for another task name the file in its task file, dataset_kwargs: {data_files: ...}"
+        )
 
 
 def read(task: str, path: Path) -> list[Row]:
@@ -35,47 +46,38 @@ def read(task: str, path: Path) -> list[Row]:
     Raises:
         UserError: no such file, none of these kinds, an unknown task, or a row of no known layout.
     """
-    if task not in TASKS and not task.startswith(MMLU):
-        raise UserError(
-            f"data_files: the layout of task {task!r} is not known; {known_names(task, TASKS)}; "
-            "for another task name the file in its task file, dataset_kwargs: {data_files: ...}"
-        )
+    check_layout(task)
     rows = list(_rows(path))
     if not rows:
         raise UserError(f"{path}: holds no questions; {task} needs at least one")
-    convert = _converter(task, rows, path)
+    convert = _converter(task, [row for _, row in rows], path)
     found = []
-    for number, row in enumerate(rows, start=1):
+    for place, row in rows:
         try:
             found.append(convert(row))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise UserError(
-                f"{path}, row {number}: is no question of {task} ({type(error).__name__}: "
+                f"{path}, {place}: is no question of {task} ({type(error).__name__}: "
                 f"{error}); give the file as its authors or the Hub publish it"
             ) from error
     return found
 
 
-def _rows(path: Path) -> Iterator[Any]:
-    """Yield the rows of a file: objects, or lists of cells for CSV."""
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a file, each after its place in it: objects, or lists of cells for CSV."""
     name = path.name.removesuffix(".gz")
-    try:
-        if name.endswith(".parquet"):
-            yield from _parquet(path)
-            return
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
-        if name.endswith(".csv"):
-            yield from csv.reader(io.StringIO(text, newline=""))
-        elif name.endswith((".json", ".jsonl")):
-            yield from _objects(text)
-        else:
-            raise UserError(f"{path}: must be .json, .jsonl, .csv or .parquet, also with .gz")
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; correct the path in data_files") from error
-    # Unreadable, damaged, of another encoding, or no JSON.
-    except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:
-        raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+    if name.endswith(".parquet"):
+        yield from _numbered(_parquet(path))
+    elif name.endswith(".csv"):
+        yield from _cells(path)
+    elif name.endswith((".json", ".jsonl")):
+        yield from _objects(path)
+    else:
+        raise UserError(f"{path}: must be .json, .jsonl, .csv or .parquet, also with .gz")
+
+
+def _numbered(rows: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _parquet(path: Path) -> list[Row]:
@@ -84,25 +86,38 @@ def _parquet(path: Path) -> list[Row]:
     try:
         return pl.read_parquet(path).to_dicts()
     # Polars panics, beside raising its own errors, on some damaged files.
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        raise ValueError(str(error)) from error
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def _objects(text: str) -> Iterator[Any]:
+def _cells(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the rows of CSV that are not blank; those that are count too."""
+    reader = csv.reader(io.StringIO(text_files.read_text(path, key="data_files"), newline=""))
     try:
-        whole = json.loads(text)
-    except json.JSONDecodeError:
-        yield from (json.loads(line) for line in text.split("\n") if line.strip())
-        return
-    if isinstance(whole, dict) and all(isinstance(each, dict) for each in whole.values()):
-        yield from ({"id": key, **row} for key, row in whole.items())
-    else:
-        yield from whole if isinstance(whole, list) else [whole]
+        rows = list(reader)
+    except csv.Error as error:
+        raise UserError(
+            f"{path}, line {reader.line_num}: is no CSV ({error}); repair or remove it"
+        ) from error
+    return ((place, cells) for place, cells in _numbered(rows) if cells)
+
+
+def _objects(path: Path) -> Iterator[tuple[str, Any]]:
+    text = text_files.read_text(path, key="data_files")
+    starts = [line.lstrip()[:1] for line in text.split("\n") if line.strip()]
+    if starts[:2] == ["{", "{"]:  # one object a line
+        yield from ((f"line {number}", row) for number, row in text_files.json_lines(path, text))
+    elif starts:
+        whole = text_files.parse_json(path, text)
+        if isinstance(whole, dict) and all(isinstance(each, dict) for each in whole.values()):
+            whole = [{"id": key, **row} for key, row in whole.items()]
+        yield from _numbered(whole if isinstance(whole, list) else [whole])
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"must be text, got {value!r}")
+    value.encode()  # refuses halves of characters, which no file can hold
     return value
 
 
@@ -155,11 +170,17 @@ def _pubmedqa(row: Any) -> Row:
     hub = "context" in row
     contexts = row["context"]["contexts"] if hub else row["CONTEXTS"]
     return {
-        "pubid": int(row["pubid"] if hub else row["id"]),
+        "pubid": _id(row["pubid"] if hub else row["id"]),
         "question": _text(row["question"] if hub else row["QUESTION"]),
         "context": {"contexts": [_text(each) for each in _list(contexts)]},
         "final_decision": _one_of(row["final_decision"], DECISIONS),
     }
+
+
+def _id(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"its id must be an integer, got {value!r}")
+    return int(value)
 
 
 def _list(value: Any) -> list[Any]:

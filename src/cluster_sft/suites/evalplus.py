@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import math
@@ -15,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster_sft import sandbox
+from cluster_sft import sandbox, text_files
 from cluster_sft.errors import UserError
 from cluster_sft.offline import NotFetchedError, is_offline
-from cluster_sft.suites import Evaluation, Kind, Metric, Scores, _evalplus_check
+from cluster_sft.suites import SPEC, Evaluation, Kind, Metric, Scores, _evalplus_check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,16 +121,11 @@ def problem_file(evaluation: Evaluation) -> Path:
     """Return the suite's file of problems; without one EvalPlus's own, of EvalPlus's cache.
 
     Raises:
-        UserError: the file does not exist, the download failed, or an offline run lacks it.
+        UserError: the download failed, or an offline run lacks the file.
     """
-    spec, where = evaluation.spec, evaluation.suite / "suite.yaml"
-    if spec["dataset"] not in DATASETS:
-        raise UserError(f"{where}: dataset must be humaneval or mbpp, got {spec['dataset']!r}")
-    if local := spec.get("problems"):
-        path = evaluation.suite / local
-        if not path.is_file():
-            raise UserError(f"{where}: problems: {path} does not exist; correct the path")
-        return path
+    spec, where = evaluation.spec, evaluation.suite / SPEC
+    if "problems" in spec:
+        return evaluation.suite / spec["problems"]
     path = Path(_evalplus(spec["dataset"], "print(path)", where=where))
     if path.is_file():
         return path
@@ -172,29 +166,28 @@ def read_problems(path: Path, dataset: str) -> list[dict[str, Any]]:
     """Read a `.jsonl` or `.jsonl.gz` file of problems in EvalPlus's format, in file order.
 
     Raises:
-        UserError: a line is no problem, or there are none.
+        UserError: the file cannot be read, a line is no problem, two have one task_id, or there
+            are none.
     """
-    problems = []
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    problems.append(_problem(line, f"{path}, line {number}", dataset))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+    problems: dict[str, dict[str, Any]] = {}
+    text = text_files.read_text(path, key="problems")
+    for number, value in text_files.json_lines(path, text):
+        where = f"{path}, line {number}"
+        problem = _problem(value, where, dataset)
+        if (name := problem["task_id"]) in problems:
+            raise UserError(f"{where}: task_id {name} stands on an earlier line too; remove one")
+        problems[name] = problem
     if not problems:
         raise UserError(f"{path}: holds no problems; a line is one problem in EvalPlus's format")
-    return problems
+    return list(problems.values())
 
 
-def _problem(line: str, where: str, dataset: str) -> dict[str, Any]:
-    try:
-        problem = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: is no JSON ({error})") from error
+def _problem(problem: Any, where: str, dataset: str) -> dict[str, Any]:
     for name, kind in FIELDS.items():
         if not isinstance(problem, dict) or not isinstance(problem.get(name), kind):
-            raise UserError(f"{where}: needs {name!r}, as in EvalPlus's files; got {line[:60]!r}")
+            raise UserError(f"{where}: needs {name!r}, as in EvalPlus's files; got {problem!r:.60}")
+    if not problem["base_input"]:
+        raise UserError(f"{where}: base_input must hold at least one test, got []; add one")
     prefix = {"humaneval": "HumanEval/", "mbpp": "Mbpp/"}[dataset]
     if not (problem["task_id"].startswith(prefix) and problem["task_id"][len(prefix) :].isdigit()):
         raise UserError(f"{where}: task_id must be {prefix}NUMBER, got {problem['task_id']!r}")
@@ -290,11 +283,22 @@ def score_output(dataset: str, problem: Mapping[str, Any], output: str) -> dict[
     return {"solution": None, "base": state, "plus": None, "fault": fault}
 
 
+def _check(spec: Mapping[str, Any]) -> None:
+    if spec["dataset"] not in DATASETS:
+        raise UserError(f"dataset must be {' or '.join(DATASETS)}, got {spec['dataset']!r}")
+
+
+def _files(suite: Path, spec: Mapping[str, Any]) -> list[tuple[str, Path]]:
+    named = [spec["problems"]] if "problems" in spec else []
+    return [(f"{suite / SPEC}: problems", suite / path) for path in named]
+
+
 KIND = Kind(
     run,
     keys=("limit", "max_new_tokens", "allow_code_execution"),
     options={"dataset": str, "problems": str},
     required=("dataset",),
-    files=lambda spec: [spec["problems"]] if "problems" in spec else [],
+    check=_check,
+    files=_files,
     fetch=fetch,
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_sft.errors import UserError, known_names
 from cluster_sft.offline import NotFetchedError, is_absence, is_offline
-from cluster_sft.suites import Evaluation, Kind, Metric, Scores, _task_files
+from cluster_sft.suites import SPEC, Evaluation, Kind, Metric, Scores, _benchmarks, _task_files
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -85,7 +85,7 @@ def renderer_of(
         return functools.partial(render_turns, Renderer.of(tokenizer, template=template))
     if not tokenizer.chat_template:
         raise UserError(
-            f"{evaluation.suite / 'suite.yaml'}: apply_chat_template needs a template, and the "
+            f"{evaluation.suite / SPEC}: apply_chat_template needs a template, and the "
             "tokenizer has none; set model.template to one of its names"
         )
     return None
@@ -117,25 +117,17 @@ def load_tasks(evaluation: Evaluation) -> tuple[dict[str, Task], TaskManager]:
     from datasets import disable_progress_bars
     from lm_eval.tasks import TaskManager
 
-    where = evaluation.suite / "suite.yaml"
-    wanted = evaluation.spec["tasks"]
-    if not wanted or not all(isinstance(name, str) for name in wanted):
-        raise UserError(f"{where}: tasks must be a list of names, got {wanted!r}")
+    suite, spec, where = evaluation.suite, evaluation.spec, evaluation.suite / SPEC
+    wanted = spec["tasks"]
     local: list[str] = []
     folder = None
-    files = data_files(evaluation)
-    if include := evaluation.spec.get("include"):
+    if "include" in spec:
         folder = evaluation.scratch / "tasks"
         local = _task_files.copy(
-            evaluation.suite / include,
+            suite / spec["include"],
             folder,
             cache=evaluation.scratch / "datasets",
-            data_files=files,
-        )
-    if missing := [name for name in files if name not in local]:
-        raise UserError(
-            f"{where}: data_files: {missing[0]!r} is no task of the folder `include`; "
-            f"{known_names(missing[0], local)}"
+            data_files={task: suite / path for task, path in _data_files(spec).items()},
         )
     # Looking through lm-eval's thousands of tasks takes seconds.
     all_local = set(wanted) <= set(local)
@@ -178,28 +170,42 @@ def fetch(evaluation: Evaluation) -> list[Path]:
     return sorted(path for path in found if not path.is_relative_to(scratch))
 
 
-def data_files(evaluation: Evaluation) -> dict[str, Path]:
-    """Return the suite's local files of questions, by task.
+def _data_files(spec: Mapping[str, Any]) -> Mapping[str, str]:
+    return spec.get("data_files", {})
 
-    Raises:
-        UserError: it is no mapping of names to paths, or examples are asked for beside it.
-    """
-    where = evaluation.suite / "suite.yaml"
-    given = evaluation.spec.get("data_files", {})
-    for task, path in given.items():
+
+def _check(spec: Mapping[str, Any]) -> None:
+    wanted, shots = spec["tasks"], spec.get("num_fewshot", 0)
+    if not wanted or not all(name and isinstance(name, str) for name in wanted):
+        raise UserError(f"tasks must be a list of names, got {wanted!r}")
+    if shots < 0:
+        raise UserError(f"num_fewshot must be at least 0, got {shots}")
+    for task, path in _data_files(spec).items():
         if not isinstance(task, str) or not isinstance(path, str):
-            raise UserError(f"{where}: data_files must map tasks to files, got {task!r}: {path!r}")
-    if given and evaluation.spec.get("num_fewshot"):
+            raise UserError(f"data_files must map tasks to files, got {task!r}: {path!r}")
+        _benchmarks.check_layout(task)
+    if _data_files(spec) and shots:
         raise UserError(
-            f"{where}: data_files hold the questions alone, so num_fewshot must be 0, "
-            f"got {evaluation.spec['num_fewshot']}"
+            f"data_files hold the questions alone, so num_fewshot must be 0, got {shots}"
         )
-    return {task: evaluation.suite / path for task, path in given.items()}
 
 
-def _outside(spec: Mapping[str, Any]) -> list[str]:
-    include = [spec["include"]] if "include" in spec else []
-    return [*include, *map(str, spec.get("data_files", {}).values())]
+def _files(suite: Path, spec: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    """Yield the folder of task files, the local files that these name, and `data_files`."""
+    where, local = suite / SPEC, []
+    if "include" in spec:
+        folder = suite / spec["include"]
+        yield f"{where}: include", folder
+        configs = _task_files.read(folder)
+        yield from _task_files.local_files(folder, configs)
+        local = _task_files.task_names(configs)
+    for task, path in _data_files(spec).items():
+        if task not in local:
+            raise UserError(
+                f"{where}: data_files: {task!r} is no task of the folder `include`; "
+                f"{known_names(task, local)}"
+            )
+        yield f"{where}: data_files.{task}", suite / path
 
 
 def _metrics(results: Mapping[str, Any], suite: Path) -> list[Metric]:
@@ -210,7 +216,7 @@ def _metrics(results: Mapping[str, Any], suite: Path) -> list[Metric]:
         chosen = next((found[name] for name in ACCURACY if name in found), None)
         if chosen is None:
             raise UserError(
-                f"{suite / 'suite.yaml'}: task {task} has no accuracy (acc or exact_match), only "
+                f"{suite / SPEC}: task {task} has no accuracy (acc or exact_match), only "
                 f"{', '.join(found) or 'no numbers'}; leave it out"
             )
         accuracies.append(chosen)
@@ -259,6 +265,7 @@ KIND = Kind(
         "data_files": dict,
     },
     required=("tasks",),
-    files=_outside,
+    check=_check,
+    files=_files,
     fetch=fetch,
 )
