@@ -1,7 +1,7 @@
 """Text files of rows, questions and problems, plain or compressed, and the JSON in them.
 
-Compression (.gz, .zst) is told from the bytes, not from the file's name. Each fault is one line with
-the file and, where it has one, the line.
+Compression (.gz, .zst) is told from the bytes, not from the file's name. Each fault is one line
+with the file and, where it has one, the line.
 """
 
 from __future__ import annotations
