@@ -19,8 +19,8 @@ def model_folder(name: str) -> Path | None:
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
-    # A Hub id is "owner/model"; anything longer or rooted can only be a path.
-    if name.startswith((".", "/", "~")) or (name.count("/") != 1 and not name.startswith(PYPI)):
+    # A Hub id is "model" or "owner/model"; anything longer or rooted can only be a path.
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(
             f"model {name!r}: no such directory; give a model directory, a Hub id "
             "(owner/model) or pypi:PACKAGE"
