@@ -185,7 +185,7 @@ def test_holder_that_was_halted_for_long_ends_at_once_and_leaves_what_is_another
             _, told = child.communicate(timeout=20)
         finally:
             child.kill()
-    assert child.returncode == 1
+    assert child.returncode == claims.INTERRUPTED
     assert told.count("\n") == 1 and f"{OTHER} took over" in told
     assert (scratch / HEARTBEAT).read_text() == OTHER
 

@@ -279,12 +279,17 @@ def test_hold_makes_a_place_that_every_user_of_the_machine_can_use():
 def test_gpus_of_a_container_without_nvidia_smi_are_those_the_kernel_knows(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(gpu_devices, "KERNEL", tmp_path)
-    for bus, uuid in (("0000:c1:00.0", "GPU-0b"), ("0000:41:00.0", "GPU-1a")):
+    monkeypatch.setattr(gpu_devices, "DEVICES", tmp_path)
+    known = {"c1": "GPU-0b", "41": "GPU-????????-????", "61": "GPU-2c", "81": "GPU-3d"}
+    for minor, (bus, uuid) in enumerate(known.items()):
         (tmp_path / bus).mkdir()
         (tmp_path / bus / "information").write_text(
-            f"Model: \t\t NVIDIA H100\nIRQ:   \t\t 80\nGPU UUID: \t {uuid}\nDevice Minor: \t 3\n"
+            f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nDevice Minor: \t {minor}\n"
         )
-    assert gpu_devices._ask_driver() == [Gpu(0, "GPU-1a"), Gpu(1, "GPU-0b")]
+        if uuid != "GPU-2c":  # of the host, not of this container
+            (tmp_path / f"nvidia{minor}").touch()
+    found = [Gpu(0, "GPU-41"), Gpu(1, "GPU-3d"), Gpu(2, "GPU-0b")]
+    assert gpu_devices._ask_driver() == found
 
 
 def as_user(number: int, action: Callable[[], None]) -> int:

@@ -22,7 +22,7 @@ from cluster_sft.launching import launch, worker_environment
 from cluster_sft.threads import THREAD_VARIABLES
 
 PROGRAM = """
-    import json, os, sys, time, torch
+    import hashlib, json, os, sys, time, torch
     from pathlib import Path
     from accelerate import Accelerator
     from cluster_sft.errors import UserError
@@ -49,7 +49,7 @@ PROGRAM = """
             time.sleep(0.1)
         if job["end"] == "told":
             while not told_to_stop():
-                time.sleep(0.1)
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)  # handlers of signals wait
             time.sleep(1)
             (folder / f"saved-{rank}").touch()
             raise KeyboardInterrupt
@@ -129,10 +129,20 @@ def test_launch_defect_of_a_worker_names_the_log(start):
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_launch_told_to_end_waits_until_the_workers_have_saved(start, tmp_path, processes):
+@pytest.mark.parametrize("everyone", [False, True])
+def test_launch_told_to_end_waits_until_the_workers_have_saved(
+    start, tmp_path, processes, everyone
+):
+    """Slurm tells all processes of a job, so that the launcher may go at once."""
+
     def tell():
-        wait_until(lambda: (tmp_path / f"threads-{processes - 1}").exists(), seconds=120)
-        os.kill(os.getpid(), signal.SIGTERM)
+        ranks = range(processes)
+        wait_until(lambda: all((tmp_path / f"threads-{r}").exists() for r in ranks), seconds=120)
+        workers = [int((tmp_path / f"rank-{r}").read_text().split()[0]) for r in ranks]
+        told = [psutil.Process(workers[0]).ppid(), *workers] if everyone else []
+        time.sleep(0.5)
+        for pid in [*told, os.getpid()]:
+            os.kill(pid, signal.SIGTERM)
 
     teller = threading.Thread(target=tell)
     teller.start()

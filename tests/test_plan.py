@@ -368,7 +368,7 @@ def test_sweep_value_out_of_range_is_refused_before_any_work(raw):
 def test_model_directory_that_is_not_there_is_refused_before_any_work(raw):
     for key in ("model.name", "score.s2l.model"):
         over = replace(replace(raw, key, "./absent"), "select.strategies", ["s2l"])
-        with pytest.raises(UserError, match=r"model '\./absent': no such directory"):
+        with pytest.raises(UserError, match=rf"^{key} '\./absent': no such directory"):
             plan.target(over)
 
 

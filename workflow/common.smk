@@ -42,8 +42,8 @@ def setting(leaf, name):
     return plan.configuration_of(leaf, PARAMETERS)["launch"][name]
 
 
-# `tee` shows progress and keeps it; pipefail, which Snakemake sets, keeps the exit status. Slurm tells
-# all processes of a job that its time is up: the shells have to wait while training saves its state.
+# `tee` shows progress and keeps it; pipefail, which Snakemake sets, keeps the exit status. Slurm
+# tells all processes of a job that its time is up: the shells wait while training saves its state.
 RUN = (
     "trap : TERM;"
     " cluster-sft run $(dirname {output}) --expect {wildcards.key} --params {params.arguments}"

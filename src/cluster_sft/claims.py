@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import socket
 import sys
@@ -25,6 +26,7 @@ FILES = {HOLDER, HEARTBEAT}
 BEAT_SECONDS = 10.0
 POLL_SECONDS = 0.5
 DEAD_SECONDS = 120.0  # without a beat, as file systems may show a time that is a minute old
+INTERRUPTED = 130  # exit status, as of Ctrl-C
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -56,7 +58,7 @@ def claimed(scratch: Path) -> Iterator[Path]:
                     with _beating(scratch / HEARTBEAT):
                         yield scratch
                 finally:
-                    if _is_mine(scratch / HEARTBEAT):
+                    if _read(scratch / HEARTBEAT) == _me():
                         (scratch / HEARTBEAT).unlink(missing_ok=True)
                         _drop_holder_alone(scratch)
                 return
@@ -149,6 +151,7 @@ def _me() -> str:
     return f"process {os.getpid()}{_host()}"
 
 
+@functools.cache  # the name may change under a process that runs for days
 def _host() -> str:
     return f" on {socket.gethostname()}"
 
@@ -172,10 +175,14 @@ def _beating(path: Path) -> Iterator[None]:
     ended = threading.Event()
 
     def beat() -> None:
+        lost = 0
         while not ended.wait(BEAT_SECONDS):
             with suppress(OSError):  # a file system that is away for a while
-                if not _is_mine(path):
-                    _give_way(path)
+                # Gone or empty it may be for an instant, while another process looks after it.
+                name = _read(path)
+                lost = lost + 1 if name == "" else 0
+                if lost > 1 or name not in ("", _me()):
+                    _give_way(path, name)
                 os.utime(path)
 
     thread = threading.Thread(target=beat, daemon=True)
@@ -187,16 +194,14 @@ def _beating(path: Path) -> Iterator[None]:
         thread.join()
 
 
-def _is_mine(heartbeat: Path) -> bool:
-    """Whether no other process has taken the claim over, as from one that was halted for long."""
-    return _read(heartbeat) in ("", _me())
-
-
-def _give_way(heartbeat: Path) -> NoReturn:
+def _give_way(heartbeat: Path, name: str) -> NoReturn:
     """End this process with nothing cleaned up, since all that it could touch is another's."""
-    told = f"{heartbeat.parent}: {_read(heartbeat)} took over while this process stood still"
-    print(f"cluster-sft: {told}; it ends", file=sys.stderr, flush=True)
-    os._exit(1)
+    who = name or "another process"
+    told = f"{heartbeat.parent}: {who} took over while this process stood still; it ends"
+    try:
+        print(f"cluster-sft: {told}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(INTERRUPTED)
 
 
 def _beaten(path: Path) -> tuple[int, int] | None:

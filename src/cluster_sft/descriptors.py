@@ -114,6 +114,14 @@ def names_heldout(path: Path) -> bool:
     return value == HELDOUT
 
 
+def no_heldout_rows(path: Path) -> UserError:
+    """Return the error for a file that stands for held-out rows where there are none."""
+    return UserError(
+        f"{path}: names the held-out rows, and there are none; set data.holdout above 0, or "
+        "score.less.targets to a file of examples"
+    )
+
+
 def _check(path: Path, value: str, known: tuple[str, ...], what: str) -> None:
     if value not in known:
         raise UserError(f"{path}: unknown {what} {value!r}; {known_names(value, known)}")

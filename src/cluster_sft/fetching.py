@@ -21,6 +21,7 @@ from typing import Any
 from cluster_sft import plan, suites
 from cluster_sft.errors import UserError
 from cluster_sft.housekeeping import human_size
+from cluster_sft.model_names import model_folder
 from cluster_sft.nodes import Node
 from cluster_sft.offline import VARIABLES, NotFetchedError
 from cluster_sft.variables import python_path
@@ -75,7 +76,7 @@ def needs(raw: Mapping[str, Any]) -> list[Need]:
 
 def _of(node: Node) -> list[Need]:
     names = [getattr(node.params, role, None) for role in MODELS]
-    found = [Need("model", n) for n in names if n and not Path(n).expanduser().is_dir()]
+    found = [Need("model", n) for n in names if n and not model_folder(n)]
     found += [Need("data", str(p)) for r in DATA if (p := node.files.get(r)) and _is_remote(p)]
     if folder := node.files.get("suite"):
         found.append(Need("suite", str(folder)))

@@ -14,7 +14,9 @@ from pathlib import Path
 MIG = "MIG-"
 LISTED = re.compile(r"^\s*(?:GPU (\d+):|MIG ).*\(UUID: ([^)\s]+)\)", re.MULTILINE)
 KERNEL = Path("/proc/driver/nvidia/gpus")  # a folder a GPU, named by its bus
+DEVICES = Path("/dev")
 UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)", re.MULTILINE)
+MINOR = re.compile(r"^Device Minor:\s*(\d+)", re.MULTILINE)
 SECONDS = 60  # the driver of many GPUs may have to wake up first
 
 
@@ -91,10 +93,18 @@ def read_listing(text: str) -> list[Gpu]:
     return found
 
 
-def _ask_kernel(folder: Path) -> list[Gpu]:
-    """Return the GPUs that the driver tells the kernel of, in the order of their buses."""
-    told = (path.read_text() for path in sorted(folder.glob("*/information")))
-    return [Gpu(number, uuid[1]) for number, text in enumerate(told) if (uuid := UUID.search(text))]
+def _ask_kernel() -> list[Gpu]:
+    """Return the GPUs with a device file here, of those that the driver tells the kernel of.
+
+    Until the driver is initialised their UUIDs are not known; their buses tell them apart as well.
+    """
+    found: list[Gpu] = []
+    for path in sorted(KERNEL.glob("*/information")):
+        text = path.read_text()
+        minor, uuid = MINOR.search(text), UUID.search(text)
+        if minor and (DEVICES / f"nvidia{minor[1]}").exists():
+            found.append(Gpu(len(found), uuid[1] if uuid else f"GPU-{path.parent.name}"))
+    return found
 
 
 def _ask_driver() -> list[Gpu]:
@@ -103,7 +113,7 @@ def _ask_driver() -> list[Gpu]:
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except FileNotFoundError:  # a container with the driver's libraries alone
-        return _ask_kernel(KERNEL)
+        return _ask_kernel()
     except (OSError, subprocess.TimeoutExpired):
         return []
     return read_listing(told.stdout) if told.returncode == 0 else []

@@ -195,6 +195,8 @@ def worker_environment(*, processes: int, threads: int | None, use_gpu: bool) ->
         # Snakemake sets all of them to the rule's threads. One that is left makes two processes of
         # two threads share two cores, where OpenMP's waiting threads take most of the time.
         **dict.fromkeys(THREAD_VARIABLES, each),
+        # torchrun that is told to end kills its workers after this time.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(STOP_SECONDS)),
         "ACCELERATE_USE_CPU": str(not use_gpu).lower(),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
@@ -238,7 +240,7 @@ def work(run: Callable[[dict[str, Any]], None], *, finishes: bool = False) -> No
     job = json.loads(path.read_text())
     parent = json.loads(os.environ[PARENT])
     gpu_ticket.share()
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    threading.Thread(target=_watch, args=(parent, finishes), daemon=True).start()
     with sigterm_noted(_told) if finishes else contextlib.nullcontext():
         try:
             run(job)
@@ -278,14 +280,17 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _watch(parent: Mapping[str, Any]) -> None:
+def _watch(parent: Mapping[str, Any], finishes: bool) -> None:
     launcher = os.getppid()
     while is_alive(parent) and os.getppid() == launcher:
         time.sleep(POLL_SECONDS)
-    # A launcher that was told as well may go at once, while the stage waits for us.
-    deadline = time.monotonic() + STOP_SECONDS
-    while _told.is_set() and is_alive(parent) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+    # A launcher that was told as well may go at once, while the stage waits for us. That we were
+    # told may not be noted yet: a signal's handler runs when Python is back from its computation.
+    if finishes:
+        _told.set()
+        deadline = time.monotonic() + STOP_SECONDS
+        while is_alive(parent) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
     os._exit(1)
 
 

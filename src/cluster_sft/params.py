@@ -113,11 +113,15 @@ class Warmup(Section):
     seed: Seed = 0
 
 
+# A row's features take 2 bytes a dimension and checkpoint: more than 2^20 is a slip of the hand.
+Dimensions = Annotated[int, Field(ge=1, le=2**20)]
+
+
 class Less(Warmup):
     """LESS: warm-up, projected gradients, target examples."""
 
     gradient: Literal["adam", "sgd", "sign"] = "adam"
-    projection_dim: Annotated[int, Field(ge=1, le=2**20)] = 8192
+    projection_dim: Dimensions = 8192
     targets: str = "data/heldout.yaml"
 
 

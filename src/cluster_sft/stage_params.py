@@ -13,6 +13,7 @@ from cluster_sft.params import (
     ClusterRule,
     Data,
     Describe,
+    Dimensions,
     Dtype,
     EvaluateRule,
     Ifd,
@@ -44,7 +45,7 @@ class Rendering(Section):
 class Projected(Loaded):
     """Gradients of a model, projected: two leaves compare where all of this is equal."""
 
-    projection_dim: PositiveInt = 8192
+    projection_dim: Dimensions = 8192
     seed: Seed = 0
 
 

@@ -92,12 +92,12 @@ def _tell(process: subprocess.Popen[bytes], *, through_input: bool) -> None:
 
 
 def _group_lives(leader: int) -> bool:
-    """Whether any process of the group is left."""
-    try:
-        os.killpg(leader, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    """Whether any process of the group is left that still runs."""
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == leader and process.info["status"] != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 @contextmanager
@@ -114,14 +114,17 @@ def sigterm_noted(event: threading.Event) -> Iterator[threading.Event]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher and its workers if they still run."""
+    """End the launcher and its workers if they still run, also workers that outlived it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
+        process.poll()
+        if not _group_lives(process.pid):
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=GRACE_SECONDS)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while _group_lives(process.pid) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 5)
+            process.poll()
 
 
 def this_process() -> dict[str, float]:

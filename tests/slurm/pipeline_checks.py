@@ -30,9 +30,11 @@ from torch import equal
 from cluster_sft import plan
 from cluster_sft.nodes import Node
 from cluster_sft.params_files import load
+from cluster_sft.yaml_files import read_mapping
 from engines import Project, outcomes
 
 UP = Path(__file__).with_name("up.sh")
+PROFILE = Path(__file__).parents[2] / "profiles/slurm/profile.yaml"
 NOTED = Path(os.environ.get("SLURM_TEST_DIR", "/tmp/cluster-sft-slurm")) / "pids"
 STRATEGIES = ["cluster", "random", "uniform", "full"]
 SETTINGS = {
@@ -48,12 +50,6 @@ SLURM = [
     *("snakemake", "--profile", "profiles/slurm"),
     *("--slurm-status-command", "squeue", "--slurm-init-seconds-before-status-checks", "1"),
     *("--seconds-between-status-checks", "1", "--latency-wait", "10", "--jobs", "4"),
-]
-# What the profile says of training, less `nodes`, `tasks` and `mpi`.
-ON_ONE_NODE = [
-    "--set-resources",
-    *("train:slurm_partition=gpu", "train:runtime=60", "train:gres=gpu:1", "train:gpu=0"),
-    *("train:tasks_per_gpu=0", "train:slurm_extra='--signal=TERM@120'"),
 ]
 # Seconds for what takes one or two minutes on a machine with nothing else to do.
 PATIENCE = float(os.environ.get("SLURM_TEST_PATIENCE", "900"))
@@ -263,7 +259,7 @@ def reach_time_limit(tree: Tree, strategy: str) -> None:
     limit = minutes_of(number) + 2
     slurm("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
     wait_until(
-        lambda: all(is_pending(p, signal.SIGTERM) for p in ends if p.is_running()),
+        lambda: all(is_pending(p, signal.SIGTERM) for p in ends),
         seconds=PATIENCE,
         what="no signal before the time limit",
     )
@@ -310,10 +306,16 @@ def is_saved(tree: Tree, strategy: str) -> bool:
     return told and saved.name == f"step-{len(tree.log(strategy))}"
 
 
-def test_slurm_training_on_one_node_saves_its_last_step_and_resumes(home, one, tiny_model_dir):
-    made = tree(home, "node", tiny_model_dir, 1)
+def on_one_node() -> list[str]:
+    """Return what the profile says of training, less what makes it take several nodes."""
+    train = read_mapping(PROFILE)["set-resources"]["train"]
+    return [f"train:{k}={v}" for k, v in train.items() if k not in ("nodes", "tasks", "mpi")]
+
+
+def test_slurm_training_on_one_node_saves_its_last_step_and_resumes(home, two, tiny_model_dir):
+    made = tree(home, "node", tiny_model_dir, 2)
     made.snakemake("--until", "select")
-    wanted = [*ON_ONE_NODE, "--retries", "0", *targets(made, "random")]
+    wanted = ["--set-resources", *on_one_node(), "--retries", "0", *targets(made, "random")]
     with made.submitted(*wanted) as process:
         steps = hold(made, "random")
         reach_time_limit(made, "random")
@@ -322,7 +324,7 @@ def test_slurm_training_on_one_node_saves_its_last_step_and_resumes(home, one, t
     with made.submitted(*wanted) as process:
         assert process.wait(timeout=PATIENCE) == 0, made.said()
     assert continues(made.log("random"), steps)
-    ours, theirs = (load_file(t.leaf("train", "random") / "model.safetensors") for t in (made, one))
+    ours, theirs = (load_file(t.leaf("train", "random") / "model.safetensors") for t in (made, two))
     assert all(equal(ours[name], theirs[name]) for name in theirs)
 
 

@@ -67,10 +67,7 @@ def write_targets(
 def _heldout(dataset: Path, path: Path) -> pl.DataFrame:
     rows = read_table(dataset, "heldout.parquet", ["id", "record", "input_ids", "labels"])
     if rows.is_empty():
-        raise UserError(
-            f"{path}: names the held-out rows, and there are none; set data.holdout above 0, or "
-            "score.less.targets to a file of examples"
-        )
+        raise descriptors.no_heldout_rows(path)
     subtasks = [
         _subtask(json.loads(record), f"{path}, row {i}") for i, record in enumerate(rows["record"])
     ]

@@ -45,9 +45,7 @@ def task_names(configs: Mapping[Path, Mapping[str, Any]]) -> list[str]:
     return [task for task in tasks if isinstance(task, str)]
 
 
-def local_files(
-    folder: Path, configs: Mapping[Path, Mapping[str, Any]]
-) -> Iterator[tuple[str, Path]]:
+def local_files(folder: Path, configs: Mapping[Path, dict[str, Any]]) -> Iterator[tuple[str, Path]]:
     """Yield what a folder's task files read from this machine, each after the place that names it.
 
     `data_files` are looked up beside their task file, `dataset_path` and `data_dir` where lm-eval
@@ -58,19 +56,33 @@ def local_files(
         UserError: a task file's `data_files` are no names.
     """
     for name, config in configs.items():
-        path, arguments = folder / name, _arguments(config)
-        where = f"{path}: dataset_kwargs.data_files"
-        is_format = config.get("dataset_path") in FORMATS and "data_dir" not in arguments
-        for file in _names(arguments.get("data_files", []), where):
-            if os.path.exists(path.parent / file) or (is_format and "://" not in file):
-                yield where, path.parent / file
-        folders = {
-            "dataset_path": config.get("dataset_path"),
-            "dataset_kwargs.data_dir": arguments.get("data_dir"),
-        }
-        for key, value in folders.items():
-            if value and isinstance(value, str) and os.path.exists(value):
-                yield f"{path}: {key}", Path(value)
+        for task in _tasks(config):
+            yield from _local_files(folder / name, task)
+
+
+def _local_files(path: Path, task: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    arguments, data_set = _arguments(task), task.get("dataset_path")
+    where = f"{path}: dataset_kwargs.data_files"
+    is_format = data_set in FORMATS and "data_dir" not in arguments
+    for file in _names(arguments.get("data_files") or [], where):
+        if os.path.exists(path.parent / file) or (is_format and "://" not in file):
+            yield where, path.parent / file
+    folders = {
+        "dataset_path": None if data_set in FORMATS else data_set,
+        "dataset_kwargs.data_dir": arguments.get("data_dir"),
+    }
+    for key, value in folders.items():
+        if value and isinstance(value, str) and os.path.exists(value):
+            yield f"{path}: {key}", Path(value)
+
+
+def _tasks(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the task or group of a file, and the tasks that stand inside it."""
+    yield config
+    for inner in (config.get("task"), config.get("task_list")):
+        for each in inner if isinstance(inner, list) else []:
+            if isinstance(each, dict):
+                yield from _tasks(each)
 
 
 def copy(
@@ -95,7 +107,8 @@ def copy(
     shutil.copytree(source, target)
     for name, config in configs.items():
         path = target / name
-        _make_absolute(config, (source / name).parent.resolve(), cache.resolve())
+        for task in _tasks(config):
+            _make_absolute(task, (source / name).parent.resolve(), cache.resolve())
         if file := (data_files or {}).get(str(config.get("task"))):
             _replace_data(config, file, path.with_suffix(".jsonl").resolve(), cache.resolve())
         path.write_text(yaml.dump(config, Dumper=_Dumper, allow_unicode=True), encoding="utf-8")
@@ -168,7 +181,7 @@ def _make_absolute(config: dict[str, Any], home: Path, cache: Path) -> None:
     if "include" in config:
         config["include"] = _mapped(config["include"], _built_in)
     arguments = _arguments(config)
-    if "data_files" not in arguments:
+    if not arguments.get("data_files"):
         return
     # The default cache tells files apart by name and time, and outlives this run.
     arguments.setdefault("cache_dir", str(cache))
