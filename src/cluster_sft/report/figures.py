@@ -120,21 +120,32 @@ def _draw_sizes(axes: Axes, clustering: Clustering, *, wide: bool) -> None:
         color=LIMIT,
     )
     if k <= (MAX_LABELLED if wide else 8):
-        for c, size in enumerate(clustering.sizes):
-            inside = size > top * 0.25  # above the bar it would cross the line of the capacity
-            axes.text(
-                c,
-                size + top * (-0.02 if inside else 0.015),
-                thousands(size),
-                ha="center",
-                va="top" if inside else "bottom",
-                color=INK,
-            )
-        for c, size in enumerate(clustering.selected):
-            if size > top * 0.09:
-                axes.text(c, size / 2, thousands(size), ha="center", va="center", color=SURFACE)
+        _label_sizes(axes, clustering, line=top * 0.09)
     axes.set_title(clustering.title)
     axes.tick_params(labelbottom=False)
+
+
+def _label_sizes(axes: Axes, clustering: Clustering, *, line: float) -> None:
+    """Write the rows into the bars, or above where they would not fit; `line` is a text's height.
+
+    Above a bar that almost reaches the capacity they would cross its line.
+    """
+    selected = clustering.selected or [0] * len(clustering.sizes)
+    for c, (size, chosen) in enumerate(zip(clustering.sizes, selected, strict=True)):
+        if chosen > line:
+            axes.text(c, chosen / 2, thousands(chosen), ha="center", va="center", color=SURFACE)
+        if chosen == size and chosen > line:
+            continue  # is told
+        fits = size - chosen > line
+        inside = size > 2.5 * line and (fits or size <= clustering.capacity < size + line)
+        axes.text(
+            c,
+            size + line * (-0.2 if inside else 0.15),
+            thousands(size),
+            ha="center",
+            va="top" if inside else "bottom",
+            color=SURFACE if inside and not fits else INK,
+        )
 
 
 def _draw_weights(axes: Axes, clustering: Clustering, *, wide: bool) -> None:
