@@ -254,12 +254,15 @@ def interrupted(cluster) -> dict[str, list[dict]]:
 
 
 def reach_time_limit(tree: Tree, strategy: str) -> None:
-    """Let a halted training go once it was told that its time limit is near."""
+    """Wait until a halted training was told that its time limit is near.
+
+    Slurm wakes it up itself before it tells it, so that it may be gone when we look.
+    """
     number, ends = job_of(tree, strategy), workers(tree, strategy)
     limit = minutes_of(number) + 2
     slurm("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
     wait_until(
-        lambda: all(is_pending(p, signal.SIGTERM) for p in ends),
+        lambda: all(not p.is_running() or is_pending(p, signal.SIGTERM) for p in ends),
         seconds=PATIENCE,
         what="no signal before the time limit",
     )
