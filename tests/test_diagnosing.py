@@ -569,7 +569,7 @@ def test_premises_that_hold_are_silent_and_each_that_fails_has_its_line():
     }
     assert premises.warnings(good) == []
     bad = [
-        ({"clusters": [cluster, {**cluster, "cluster": 1, "cosine_g": 0.97}]}, "0.970, on g"),
+        ({"clusters": [cluster, {**cluster, "cluster": 1, "cosine_g": 0.97}]}, "0.9700, on g"),
         ({"clusters": [cluster, {**cluster, "cluster": 1, "rows": 0}]}, "No row of cluster 1"),
         ({"clusters": [cluster, {**cluster, "cluster": 1, "length_r2": 0.4}]}, "length"),
         ({"preservation": {"largest_between_e": 0.995}}, "two different clusters"),

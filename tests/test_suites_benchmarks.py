@@ -94,6 +94,7 @@ def test_benchmark_parquet_of_the_hub_is_read(tmp_path):
         ("mmlu_anatomy", "a.csv", "question,A,B,C,D,answer\n", "row 1: .*got 'answer'"),
         ("mmlu_anatomy", "a.csv", "Q,1,2,3,A\n", "needs 4 choices, got 3"),
         ("mmlu_anatomy", "a.csv", "", "holds no questions"),
+        ("medmcqa", "a.json", '[{"question": "Q"}]', "row 1: .*KeyError: 'opa'"),
         ("mmlu_anatomy", "a.json", "{", "line 1: not valid JSON"),
         ("mmlu_anatomy", "a.json", '[\n{"question": "Q"},\n?]', "line 3: not valid JSON"),
         pytest.param(

@@ -124,7 +124,10 @@ def input_digest(node: Node) -> str:
     """
     leaf = Path(node.leaf)
     if not (leaf / MANIFEST).is_file():
-        raise UserError(f"{leaf}: not there, but needed; make it first: cluster-sft run {leaf}")
+        raise UserError(
+            f"{leaf}: not there, but needed; make it first: cluster-sft run {leaf}, with the same "
+            "--params"
+        )
     manifest = read_json(leaf / MANIFEST)
     if (found := _key_of(leaf)) != node.key:
         raise UserError(

@@ -43,7 +43,7 @@ def _centroids(clusters: Sequence[Mapping[str, Any]]) -> list[str]:
     worst, where = min((v, name) for name, values in found.items() for v in values.values())
     return [
         f"The selected rows of {_named(sorted(low))} do not preserve the centroid: the lowest "
-        f"cosine is {worst:.3f}, on {where}(x), below {COSINE}; the expected gradient is then not "
+        f"cosine is {worst:.4f}, on {where}(x), below {COSINE}; the expected gradient is then not "
         "that of the full data. A higher ratio brings it closer."
     ]
 

@@ -101,7 +101,7 @@ def _single(difference: Difference) -> str:
         return f"{SUBJECT.capitalize()} and {CONTROL} differ by {size} {unit}, error unknown."
     span = f"{size} \u00b1 {show(metric, difference.margin)} {unit}"
     if outcome == "within error":
-        return f"No difference beyond the error ({span})."
+        return f"No difference between {SUBJECT} and {CONTROL} beyond the error ({span})."
     winner, loser = (SUBJECT, CONTROL) if outcome == "better" else (CONTROL, SUBJECT)
     return f"{winner.capitalize()} is better than {loser} by {span}."
 

@@ -137,7 +137,8 @@ def _converter(task: str, rows: Sequence[Any], path: Path) -> Callable[[Any], Ro
 def _first_answer(rows: Sequence[Any], path: Path) -> int:
     """Return the number of MedMCQA's first option: 1 in the authors' files, 0 on the Hub."""
     answers = [row.get("cop") for row in rows if isinstance(row, dict)]
-    if (0 in answers) == (4 in answers):
+    # A row without one is told when it is read.
+    if None not in answers and (0 in answers) == (4 in answers):
         raise UserError(
             f"{path}: cannot tell whether cop counts the options from 0 or from 1, as it holds "
             f"{'both 0 and 4' if 0 in answers else 'neither 0 nor 4'}; give the whole file"
