@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ROOM = 0.8  # of the distance of two places, for the bars of one
 TINTS = (1.0, 0.62, 0.36, 0.22)  # of a strategy's colour, for its values of the axis
-MANY_BARS = 12  # of a panel, from which on their values are left to the table
+MOST_VALUES = {1: 18, 2: 9}  # that fit side by side into one of so many columns of panels
 
 
 def draw_bars(results: Results, axis: str) -> str:
@@ -54,7 +54,8 @@ def draw_bars(results: Results, axis: str) -> str:
             axes.set_visible(False)
             continue
         drawn = [(g, place) for g in groups for place in _own(g, others, places)]
-        _draw_panel(axes, metrics[i], drawn, side, looks)
+        labelled = len(places) * len(looks) <= MOST_VALUES[columns]  # else the table has them
+        _draw_panel(axes, metrics[i], drawn, side, looks, labelled=labelled)
         axes.set_xticks(range(len(places)), list(places))
         axes.set_xlim(-0.5, len(places) - 0.5)
     handles = [_handle(*look) for look in looks.values()]
@@ -100,6 +101,8 @@ def _draw_panel(
     drawn: Sequence[tuple[Group, int]],
     side: str | None,
     looks: Mapping[tuple[str, ...], tuple[str, float]],
+    *,
+    labelled: bool,
 ) -> None:
     width = ROOM / len(looks)
     order = {key: i for i, key in enumerate(looks)}
@@ -118,7 +121,7 @@ def _draw_panel(
             axes.plot(x, value, "o", color=colour, alpha=tint, markersize=7)
         if error:
             axes.plot([x, x], [value - error, value + error], color=INK, linewidth=1.1, alpha=0.7)
-        if len(drawn) <= MANY_BARS:
+        if labelled:
             _write_value(axes, metric, x, estimate.value, value + error)
     if metric.is_share:
         axes.set_ylim(0, axes.get_ylim()[1] * 1.08)
