@@ -78,12 +78,33 @@ def stamp_name(key: str) -> str:
     return f"key-{key[:12]}"
 
 
-class Planner:
-    """Builds the nodes of one set of raw parameters; each is built once."""
+@dataclass(frozen=True)
+class Suite:
+    """What planning needs of an evaluation suite: its kind, and the files that it reads by role."""
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
+    kind: str
+    files: dict[str, Path]
+
+    @classmethod
+    def read(cls, name: str) -> Suite:
+        """Read the suite of a name."""
+        folder = suites.folder(name)
+        outside = {f"suite:{path}": path for path in suites.outside_files(folder)}
+        return cls(suites.kind(name), {"suite": folder, **outside})
+
+
+class Planner:
+    """Builds the nodes of one set of raw parameters; each is built once.
+
+    Args:
+        raw: the parameters.
+        known: suites that were read before, by name; others are added.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], known: dict[str, Suite] | None = None) -> None:
         self.raw = raw
         self.params: Params = typed(raw)
+        self._suites = {} if known is None else known
         self._made: dict[tuple[str, str], Node] = {}
 
     @property
@@ -111,9 +132,10 @@ class Planner:
             modules.append(f"strategies.{strategy}")
             dropped |= set(strategies.get(strategy).ignores)
         if stage == "evaluate":
-            files["suite"] = suites.folder(suite)
-            files |= {f"suite:{path}": path for path in suites.outside_files(files["suite"])}
-            kind = suites.kind(suite)
+            if suite not in self._suites:
+                self._suites[suite] = Suite.read(suite)
+            kind = self._suites[suite].kind
+            files |= self._suites[suite].files
             modules.append(f"suites.{kind}")
             dropped |= set(EvaluateRule.model_fields) - set(suites.keys(kind))
             values["model"] = values["model"] if strategy == BASE else None

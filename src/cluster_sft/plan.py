@@ -17,7 +17,7 @@ from typing import Any
 
 from cluster_sft import strategies
 from cluster_sft.errors import UserError
-from cluster_sft.nodes import Node, Planner, make_node
+from cluster_sft.nodes import Node, Planner, Suite, make_node
 from cluster_sft.params import TOKEN, Section
 from cluster_sft.params_files import typed
 from cluster_sft.stages import (
@@ -54,8 +54,9 @@ def points(raw: Mapping[str, Any]) -> list[Point]:
     """
     found: list[Point] = []
     seen: set[tuple[str, str]] = set()
+    read: dict[str, Suite] = {}
     for configuration in configurations(raw):
-        planners = [(axes, Planner(at)) for axes, at in _grid(configuration)]
+        planners = [(axes, Planner(at, read)) for axes, at in _grid(configuration)]
         named = planners[0][1].params.select.strategies
         for name in named:
             strategies.get(name)  # `base` is no strategy: it is in every report
