@@ -110,6 +110,15 @@ def test_preset_takes_the_place_of_the_files_before_it_in_every_configuration(tm
     assert found == [("preset", "messages", 7), ("other", "auto", 7)]
 
 
+def test_overlay_before_a_whole_file_is_refused_for_it_would_be_undone(tmp_path):
+    preset, over = tmp_path / "preset.yaml", tmp_path / "over.yaml"
+    preset.write_text(SHIPPED.read_text())
+    over.write_text("train: {epochs: 7}\n")
+    for files in ([SHIPPED, over, preset], [over, preset]):
+        with pytest.raises(UserError, match=rf"{over}: .* {preset}, .* name it after that file"):
+            params_files.load(files)
+
+
 def test_fields_of_an_overlay_replace_those_before():
     base = {"data": {"fields": {"output": "answer"}, "source": "s"}}
     over = {"data": {"fields": {}}}

@@ -78,7 +78,7 @@ def test_endless_loop_is_killed_at_the_wall_limit():
     begun = time.monotonic()
     outcome = run("import time\nwhile True: time.sleep(1)", Limits(wall_seconds=0.5))
     assert outcome.state == "timeout"
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
 
 
 def test_busy_loop_that_ignores_signals_is_killed_at_the_cpu_limit():
@@ -114,19 +114,22 @@ def test_detached_descendants_die_with_the_program():
     assert processes_with(mark) == []
 
 
-def test_descendants_die_when_the_calling_process_is_killed():
+@pytest.mark.parametrize("seen", [2, 3])  # the caller and the jail; and its child, maybe not yet
+@pytest.mark.parametrize("later", [0, 0.3])  # isolated: when it starts, and when it runs
+def test_descendants_die_when_the_calling_process_is_killed(seen, later):
     mark = uuid.uuid4().hex
     code = f"from cluster_sft.sandbox import *\nrun_isolated(['-c', 'while True: pass # {mark}'])"
-    caller = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 20
-    while len(processes_with(mark)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(processes_with(mark)) == 3  # the caller, the jail, the program
-    caller.kill()
-    caller.wait()
-    while processes_with(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_with(mark) == []
+    for _ in range(3):
+        caller = subprocess.Popen([sys.executable, "-c", code])
+        deadline = time.monotonic() + 60
+        while len(processes_with(mark)) < seen:
+            assert time.monotonic() < deadline
+        time.sleep(later)
+        caller.kill()
+        caller.wait()
+        while processes_with(mark):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_memory_bomb_gets_a_memory_error():

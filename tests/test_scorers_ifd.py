@@ -135,7 +135,7 @@ def test_ifd_killed_run_resumes_and_ends_with_the_same_bits(
     )
     done = scratch / "done.npy"
     deadline = time.monotonic() + 200
-    while not (done.is_file() and np.load(done, mmap_mode="r").any()):
+    while not (scratch / "seconds.json").is_file():  # written once rows are marked
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)

@@ -285,7 +285,7 @@ def test_live_process_making_the_same_result_is_named_and_waited_for(end, capsys
         else:
             child.stdin.write("\n")
             child.stdin.flush()
-        assert waiting.result(timeout=10) == "computed"
+        assert waiting.result(timeout=60) == "computed"
     told = capsys.readouterr().err
     assert f"process {child.pid} on " in told and "is making this very result; waiting" in told
 

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import sys
 import time
@@ -46,11 +47,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 def main() -> None:
     """Run `argv` of the JSON in argv[1] isolated and write how it ended to its `status_fd`.
 
-    Keys: argv, env, binds (paths to show read-only), limits (see `sandbox.Limits`), status_fd.
+    Keys: argv, env, binds (paths to show read-only), limits (see `sandbox.Limits`), status_fd,
+    caller (process id of the parent; if it is gone already, nothing is started).
     Written: {"state": "exited" | "timeout" | "memory" | "unavailable", "code": int, "reason": str}.
     """
     spec = json.loads(sys.argv[1])
     _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != spec["caller"]:
+        return
     try:
         status = _supervise(*_start(spec), spec["limits"])
     except OSError as error:
@@ -83,11 +87,21 @@ def _start(spec: dict[str, Any]) -> tuple[int, int]:
             os.setresuid(user, user, user)
         # After the change of user, which would clear it.
         _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if _is_unread(writer):  # the supervisor died before that: nobody would end the program
+            os._exit(1)
         _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         os.execve(spec["argv"][0], spec["argv"], spec["env"])
     except BaseException as error:
-        os.write(writer, f"{type(error).__name__}: {error}".encode())
+        with contextlib.suppress(BrokenPipeError):
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
     os._exit(1)
+
+
+def _is_unread(writer: int) -> bool:
+    """Say whether no process holds the reading end of a pipe any more."""
+    poll = select.poll()
+    poll.register(writer, 0)  # POLLERR is always told
+    return bool(poll.poll(0))
 
 
 def _enter_namespaces(as_root: bool) -> None:

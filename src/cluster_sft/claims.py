@@ -40,7 +40,12 @@ def claimed(scratch: Path) -> Iterator[Path]:
     """
     other = _Other(scratch)
     while True:
-        scratch.mkdir(parents=True, exist_ok=True)
+        try:
+            scratch.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            if scratch.is_file():
+                raise
+            continue  # its last holder removed the folder, as we looked what it is
         with ExitStack() as last:
             last.callback(_remove_if_empty, scratch)  # once `holder` is closed, for NFS
             try:

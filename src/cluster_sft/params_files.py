@@ -32,7 +32,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def load(files: Sequence[Path]) -> dict[str, Any]:
     """Read and merge the files, later ones over earlier ones, and check the result.
 
-    A file with every section, such as a preset, takes the place of those before it.
+    A file with every section, such as a preset, takes the place of one before it.
 
     Returns the raw mapping, whose scalars print in paths as they stand in the file; `typed` gives
     the typed view. In place of the files that `configurations` names stand their own mappings.
@@ -42,6 +42,13 @@ def load(files: Sequence[Path]) -> dict[str, Any]:
     """
     read = [read_mapping(path) for path in files]
     first = max((i for i, given in enumerate(read) if _is_whole(given)), default=0)
+    if undone := [
+        path for path, given in zip(files[:first], read, strict=False) if not _is_whole(given)
+    ]:
+        raise UserError(
+            f"{undone[0]}: has some sections only, and {files[first]}, which has all, would undo "
+            "what it sets; name it after that file"
+        )
     over: dict[str, Any] = {}
     for given in read[first + 1 :]:
         over = merge(over, given)

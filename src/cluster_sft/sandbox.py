@@ -112,6 +112,7 @@ def run_isolated(
         "binds": _binds(),
         "limits": asdict(limits or Limits()),
         "status_fd": status_writer,
+        "caller": os.getpid(),
     }
     # Files rather than pipes: the limit on file sizes then bounds the output too.
     with (
