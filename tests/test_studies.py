@@ -15,7 +15,7 @@ from scipy import stats
 
 from cluster_sft import reporting
 from cluster_sft.artifacts import read_json, write_json
-from cluster_sft.report import benchmarks, datasets, exports, latex, publication
+from cluster_sft.report import benchmarks, comparison, datasets, exports, latex, publication
 from cluster_sft.report.benchmarks import AVERAGE
 from cluster_sft.report.html import Title
 from cluster_sft.report.points import Point
@@ -105,7 +105,7 @@ def test_interval_over_two_seeds_is_students(workspace):
     points = [*_seeds(workspace, "cluster", 2), *_seeds(workspace, "random", 2)]
     results = benchmarks.by_benchmark(collect(points))
     (loss,) = [m for m in benchmarks.benchmarks(results) if not m.is_share]
-    (difference,) = publication.loss_differences(results, loss)
+    (difference,) = comparison.differences(results, "random", metrics=[loss])
     found = [g.estimates[loss.name].sd or 0.0 for g in (difference.group, difference.other)]
     seeds = [sd**2 / 2 for sd in found]
     items = [results.items[loss.name][p] for p in range(4)]
@@ -119,11 +119,14 @@ def test_interval_over_two_seeds_is_students(workspace):
     assert freedom < 5
 
 
-def test_loss_table_compares_at_equal_ratio_and_full_with_neither(workspace):
+def test_loss_table_compares_at_equal_ratio_and_full_with_random_of_each(workspace):
     points = [workspace.point("full")]
     points += [workspace.point(s, ratio=r) for s in ("random", "cluster") for r in (0.5, 1.0)]
     (block,) = publication.loss_blocks(collect(points))
+    assert "brackets" in block.note
     assert [(r[0].text, r[1].text) for r in block.table.rows] == [
+        ("full", "(0.5)"),
+        ("full", "(1.0)"),
         ("cluster", "0.5"),
         ("cluster", "1.0"),
     ]
@@ -138,6 +141,7 @@ def test_random_stands_for_every_value_of_an_axis_it_does_not_vary_on(workspace)
     points += [workspace.point("cluster", axes={"train.weights": w}) for w in ("cluster", "none")]
     (block,) = publication.loss_blocks(collect(points))
     assert [row[1].text for row in block.table.rows] == ["cluster", "none"]
+    assert "brackets" not in block.note
 
 
 def _two(tmp_path: Path) -> list[Point]:

@@ -109,6 +109,22 @@ def against(
     return [difference for difference in found if difference is not None]
 
 
+def differences(
+    results: Results, other: str, *, metrics: Sequence[Metric] = METRICS
+) -> list[Difference]:
+    """Compare every strategy with `other`.
+
+    `full` stands against `other` at each of its ratios; the untrained model, of which that would
+    say nothing, only where `other` is one group.
+    """
+    found: list[Difference] = []
+    for strategy in dict.fromkeys(g.strategy for g in results.groups if g.strategy != other):
+        mine = against(results, strategy, other, metrics=metrics)
+        if strategy != "base" or len({id(d.other) for d in mine}) == 1:
+            found += mine
+    return found
+
+
 def pairs(results: Results, strategy: str, other: str) -> list[tuple[Group, Group]]:
     """Return the groups of two strategies that share ratio and axes.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,9 @@ import polars as pl
 from cluster_sft.report.benchmarks import benchmarks, by_benchmark, of_configuration, shown
 from cluster_sft.report.comparison import (
     ONE_DRAW,
-    REFERENCES,
     Difference,
-    against,
     best,
+    differences,
     drawn_once,
 )
 from cluster_sft.report.labels import axis_name, show, show_duration
@@ -104,30 +104,22 @@ def loss_blocks(results: Results) -> list[Block]:
     for name in configurations(results.groups):
         part = of_configuration(detailed, name)
         for metric in benchmarks(part):
-            rows = [] if metric.is_share else loss_differences(part, metric)
+            rows = [] if metric.is_share else differences(part, CONTROL, metrics=[metric])
             if rows:
                 title = f"{metric.title} minus {CONTROL}"
                 title += "" if name is None else f", {name}"
+                table = _losses(part, metric, rows)
                 note = _loss_note(rows, metric, one_draw=drawn_once(part))
-                found.append(Block(title, _losses(part, metric, rows), note))
+                if any(cell.text.startswith("(") for row in table.rows for cell in row):
+                    note += f" A setting in brackets is of {CONTROL} alone."
+                found.append(Block(title, table, note))
     return found
 
 
-def loss_differences(results: Results, metric: Metric) -> list[Difference]:
-    """Return the differences of a metric to `random`, of every group that has one of its own."""
-    found: list[Difference] = []
-    for strategy in dict.fromkeys(g.strategy for g in results.groups):
-        mine = against(results, strategy, CONTROL, metrics=[metric]) if strategy != CONTROL else []
-        if strategy in REFERENCES and len(mine) > 1:
-            continue  # one model against every setting of the other says nothing
-        found += mine
-    return found
-
-
-def _losses(results: Results, metric: Metric, differences: Sequence[Difference]) -> Table:
+def _losses(results: Results, metric: Metric, found: Sequence[Difference]) -> Table:
     names = varying(results.groups)
     rows = []
-    for d in differences:
+    for d in found:
         estimate = d.group.estimates[metric.name]
         span = NONE
         if d.margin is not None:
@@ -138,7 +130,7 @@ def _losses(results: Results, metric: Metric, differences: Sequence[Difference])
             Cell(_signed(d.value)),
             Cell(f"{span} {SIGNS[d.outcome]}", style=d.outcome.replace(" ", "-")),
         ]
-        rows.append((*identity(d.group, names), Cell(str(len(d.group.points))), *words))
+        rows.append((*identity(d.group, names, d.other), Cell(str(len(d.group.points))), *words))
     heads = ("strategy", *(axis_name(n) for n in names), "seeds", head(metric), CONTROL)
     return Table((*heads, "difference", "95 % interval"), tuple(rows))
 
@@ -147,8 +139,8 @@ def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", MINUS)
 
 
-def _loss_note(differences: Sequence[Difference], metric: Metric, *, one_draw: bool) -> str:
-    paired = all(d.paired for d in differences)
+def _loss_note(found: Sequence[Difference], metric: Metric, *, one_draw: bool) -> str:
+    paired = all(d.paired for d in found)
     how = "row by row on the same rows" if paired else "not row by row: rows or seeds differ"
     return (
         f"Difference in {metric.unit}, compared {how}, averaged over seeds; negative is better. "
@@ -180,9 +172,12 @@ def frame(results: Results) -> pl.DataFrame:
 
 
 def _main_losses(results: Results, configuration: object) -> list[Difference]:
+    """Return the differences of the groups that have a single one to `random`."""
     part = of_configuration(results, configuration)
     losses = [m for m in benchmarks(part) if not m.is_share]
-    return loss_differences(part, losses[0]) if len(losses) == 1 else []
+    found = differences(part, CONTROL, metrics=losses) if len(losses) == 1 else []
+    times = Counter(id(d.group) for d in found)
+    return [d for d in found if times[id(d.group)] == 1]
 
 
 def _identity(group: Group, axes: Sequence[str]) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster_sft.report.comparison import REFERENCES, Difference, against, best
+from cluster_sft.report.comparison import Difference, best, differences
 from cluster_sft.report.labels import (
     axis_name,
     label,
+    settings_text,
     show,
     show_count,
     show_duration,
@@ -60,15 +61,18 @@ def results_table(results: Results) -> Table:
     return Table(heads, tuple(rows))
 
 
-def identity(group: Group, names: Sequence[str]) -> list[Cell]:
-    """Return a group's first cells: its strategy and its values of the named settings."""
-    shown = {
-        name: value
-        for name in names
-        if (value := setting(group, name)) is not None
-        and (group.strategy != "base" or name == CONFIGURATION)
-    }
-    words = [Cell(str(shown.get(name, NONE))) for name in names]
+def identity(group: Group, names: Sequence[str], other: Group | None = None) -> list[Cell]:
+    """Return a group's first cells: its strategy and its values of the named settings.
+
+    In brackets stand those that only `other` has, which the group is compared with.
+    """
+    untouched = group.strategy == "base"  # by any setting but the configuration
+    words = []
+    for name in names:
+        own = setting(group, name) if not untouched or name == CONFIGURATION else None
+        theirs = setting(other, name) if other and not untouched else None
+        text = NONE if theirs is None else f"({theirs})"
+        words.append(Cell(text if own is None else str(own)))
     return [Cell(group.strategy, style=group.strategy), *words]
 
 
@@ -91,15 +95,10 @@ def head(metric: Metric) -> str:
 def differences_table(results: Results, other: str = "random") -> Table | None:
     """Return every group's difference to `other` with its 95 % margin; None without `other`."""
     names, metrics = varying(results.groups), metrics_of(results)
-    strategies = dict.fromkeys(g.strategy for g in results.groups)
     found: dict[tuple[int, int], dict[str, Difference]] = {}
     position = {id(group): i for i, group in enumerate(results.groups)}
-    for strategy in strategies:
-        differences = against(results, strategy, other) if strategy != other else []
-        if strategy in REFERENCES and len({id(d.other) for d in differences}) > 1:
-            continue  # one model against every setting of the other: a row each says nothing
-        for d in differences:
-            found.setdefault((position[id(d.group)], position[id(d.other)]), {})[d.metric.name] = d
+    for d in differences(results, other):
+        found.setdefault((position[id(d.group)], position[id(d.other)]), {})[d.metric.name] = d
     if not found:
         return None
     rows = [
@@ -108,20 +107,20 @@ def differences_table(results: Results, other: str = "random") -> Table | None:
                 _pair_name(results.groups[i], results.groups[j], names),
                 style=results.groups[i].strategy,
             ),
-            *(_difference_cell(differences.get(m.name)) for m in metrics),
+            *(_difference_cell(of_metric.get(m.name)) for m in metrics),
         )
-        for (i, j), differences in found.items()
+        for (i, j), of_metric in found.items()
     ]
     heads = (f"minus {other}", *(head(m) for m in metrics))
     return Table(heads, tuple(rows))
 
 
 def _pair_name(group: Group, other: Group, names: Sequence[str]) -> str:
-    """Name a comparison by its own settings, or by those of the other side if it has none."""
+    """Name a comparison by the group, and in brackets by what only the other side has."""
     own = label(group, names)
-    if own != group.strategy:
+    if group.strategy == "base":
         return own
-    theirs = label(other, names).removeprefix(other.strategy).removeprefix(", ")
+    theirs = settings_text(other, [name for name in names if setting(group, name) is None])
     return f"{own} ({theirs})" if theirs else own
 
 
