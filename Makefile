@@ -22,6 +22,8 @@ demo: install
 
 study-%: OVERLAYS = sweeps/$*.yaml $(ON:%=sweeps/on/%.yaml)
 study-%: sweeps/%.yaml install
+	@for file in $(PARAMS) $(OVERLAYS); do test -f "$$file" || \
+	  { echo "$$file: no such parameter file; see presets/ for PARAMS, sweeps/on/ for ON" >&2; exit 2; }; done
 	snakemake --cores $(CORES) --configfile $(PARAMS) $(OVERLAYS)
 	cluster-sft show --params $(PARAMS) $(OVERLAYS)
 

@@ -210,3 +210,9 @@ def test_show_before_any_run_names_the_command_that_makes_the_report(monkeypatch
     monkeypatch.chdir(tmp_path)
     assert run("show", "--params", params) == 2
     assert f"snakemake --cores all --configfile {params}" in capsys.readouterr().err
+
+
+def test_leaf_after_params_is_one_line_that_says_where_it_belongs(here, capsys):
+    assert run("run", "--params", "params.yaml", "results/demo/prepare") == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "required: leaf, before --params" in told

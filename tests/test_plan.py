@@ -470,3 +470,15 @@ def test_configurations_of_one_name_are_refused(raw):
 def test_configurations_without_study_ask_for_its_name(raw):
     with pytest.raises(UserError, match="configurations: needs a name"):
         plan.target({**raw, "configurations": [raw]})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "told"),
+    [
+        ("data", "format", "data.format: unknown format 'alpacca'; did you mean 'alpaca'"),
+        ("model", "template", "model.template: unknown template 'alpacca'; did you mean 'alpaca'"),
+    ],
+)
+def test_unknown_name_is_told_before_a_job_starts(raw, section, key, told):
+    with pytest.raises(UserError, match=told):
+        plan.target({**raw, section: {**raw[section], key: "alpacca"}})

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster_sft.errors import UserError, known_names
+
 Piece = tuple[str, str]  # text, and what it is: "frame", "data", "answer" (data) or "end"
 
 ALPACA = (
@@ -93,3 +95,15 @@ NAMED = {
     ),
     "plain": NamedTemplate(system="", before="", after="\n", between="\n"),
 }
+
+
+def named_template(name: str) -> NamedTemplate:
+    """Return the template of a name.
+
+    Raises:
+        UserError: there is none; the nearest name is given.
+    """
+    if name not in NAMED:
+        remedy = known_names(name, ["auto", *NAMED])
+        raise UserError(f"model.template: unknown template {name!r}; {remedy}")
+    return NAMED[name]

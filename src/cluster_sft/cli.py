@@ -40,7 +40,9 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line, like every other error."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
+        before = ", before --params, which takes all words that follow"
+        place = before if message.endswith("required: leaf") else ""
+        raise UserError(f"{message}{place}; see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster_sft import descriptors, digests, strategies, suites
+from cluster_sft import descriptors, digests, formats, strategies, suites
+from cluster_sft._named_templates import named_template
 from cluster_sft.errors import UserError
 from cluster_sft.model_names import PYPI, model_folder
 from cluster_sft.params import EvaluateRule, Params, Section
@@ -139,6 +140,8 @@ class Planner:
             modules.append(f"suites.{kind}")
             dropped |= set(EvaluateRule.model_fields) - set(suites.keys(kind))
             values["model"] = values["model"] if strategy == BASE else None
+        if stage == "prepare":
+            self._check_names()
         if "targets" in files:
             self._check_targets(files["targets"])
         files |= local_models(values)
@@ -166,6 +169,13 @@ class Planner:
             return self.k
         value = get(self.params.model_dump(), key)
         return self.params.model.name if (key, value) == ("score.s2l.model", "auto") else value
+
+    def _check_names(self) -> None:
+        """Tell of an unknown format or template before a job starts."""
+        if self.params.data.format != "auto":
+            formats.get(self.params.data.format)
+        if self.params.model.template != "auto":
+            named_template(self.params.model.template)
 
     def _check_targets(self, path: Path) -> None:
         wanted = path.is_file() and descriptors.names_heldout(path)

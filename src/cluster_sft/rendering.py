@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from cluster_sft._chat_template import ChatTemplate, TemplateRefusal
-from cluster_sft._named_templates import NAMED, NamedTemplate
+from cluster_sft._named_templates import NamedTemplate, named_template
 from cluster_sft._provenance import Message, Rendered, Span
 from cluster_sft._tokenization import Encoded, Tokenization
-from cluster_sft.errors import UserError, known_names
+from cluster_sft.errors import UserError
 
 __all__ = [
     "Encoded",
@@ -58,15 +58,13 @@ class Renderer:
         if template == "auto":
             chat = ChatTemplate.of(tokenizer, tokenization.specials)
             return cls(template, chat, tokenization, str(tokenizer.eos_token or ""))
-        if template not in NAMED:
-            remedy = known_names(template, ["auto", *NAMED])
-            raise UserError(f"model.template: unknown template {template!r}; {remedy}")
+        named = named_template(template)
         if not tokenizer.eos_token:
             raise UserError(
                 f"model {tokenizer.name_or_path!r}: template {template!r} ends answers with the "
                 "end-of-sequence token, and the tokenizer defines none; set its eos_token"
             )
-        return cls(template, NAMED[template], tokenization, str(tokenizer.eos_token))
+        return cls(template, named, tokenization, str(tokenizer.eos_token))
 
     def conversation(self, messages: Sequence[Message], *, context: str = "") -> Rendered:
         """Return a whole conversation as text with its supervised spans.
