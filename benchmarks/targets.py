@@ -133,7 +133,7 @@ def _training_targets(result: Result) -> Iterator[tuple[str, str, str, bool]]:
     names = {"trainer": "Transformers' Trainer", "trl": "TRL's SFTTrainer"}
     for arm, speed in result["speed_of"].items():
         yield (f"train: tokens/s over {names[arm]}'s", "1", cell(speed), speed["median"] >= 1)
-    cost = result["weighted_over_unweighted"]
+    cost = result["weighted_over_plain"]
     yield ("train: cost of the weighting", "below 1 %", _percent(cost, 1), cost["median"] < 1.01)
     share = result["plan"]["share"]
     yield ("train: cost of the plan", "below 1 %", _percent(share, 0), share["median"] < 0.01)

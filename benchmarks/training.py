@@ -56,6 +56,9 @@ def measure(options: Namespace) -> dict[str, Any]:
         "packages": [],
     }
     plan = measuring.run_child("training_arms", {**job, "arm": "plan"}, threads=options.threads)
+    weighting = measuring.run_child(
+        "training_arms", {**job, "arm": "weighting"}, threads=options.threads
+    )
     found, peer_versions = _turns(job, options)
     return {
         "model": options.model if not options.small else "tiny",
@@ -64,6 +67,7 @@ def measure(options: Namespace) -> dict[str, Any]:
         "micro_batch": options.micro_batch,
         "threads": options.threads,
         **_compared(found),
+        "weighted_over_plain": measuring.spread(weighting["ratios"]),
         "plan": _planning(plan, found["weighted"]),
         "memory": _memory(job, options),
         "versions": {
@@ -149,11 +153,6 @@ def _turns(
 def _compared(found: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     tokens = sum(found["weighted"][0]["tokens"][1:])
     seconds = {arm: [sum(run["seconds"]) for run in runs] for arm, runs in found.items()}
-    pairs = [
-        a / b
-        for ours, plain in zip(found["weighted"], found["unweighted"], strict=True)
-        for a, b in zip(ours["computing"][1:], plain["computing"][1:], strict=True)
-    ]
     return {
         "steps": len(found["weighted"][0]["seconds"]),
         "tokens": tokens,
@@ -166,7 +165,6 @@ def _compared(found: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
             for arm, values in seconds.items()
             if arm in ("trainer", "trl")
         },
-        "weighted_over_unweighted": measuring.spread(pairs),
         "resident_bytes": {a: max(r["resident_bytes"] for r in f) for a, f in found.items()},
         "first_losses": {arm: runs[0]["losses"][0] for arm, runs in found.items()},
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,23 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from benchmarks import measuring
 from cluster_sft import models, training
 from cluster_sft.artifacts import read_json
+from cluster_sft.batching import Step
 from cluster_sft.objective import RowLoss
 from cluster_sft.params import Launch
 from cluster_sft.stage_params import TrainParams
 from cluster_sft.training_loop import TRAIN_LOG, read_log
-from cluster_sft.training_rows import TrainingRows, make_plan, read_rows
-from cluster_sft.workload import split_step
+from cluster_sft.training_rows import TrainingRows, collate, make_plan, read_rows
+from cluster_sft.workload import MicroBatch, split_step
 
 PLANS = 5  # repetitions of what takes but milliseconds
+TURNS = 2  # in which every pass is compared; even, so that each loss is first as often
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
     """Run one arm and return what was measured."""
     torch.set_num_threads(job["threads"])
-    return {"stage": run_stage, "plan": run_plan, "step": run_step}[job["arm"]](job)
+    arms = {"stage": run_stage, "plan": run_plan, "weighting": run_weighting, "step": run_step}
+    return arms[job["arm"]](job)
 
 
 def run_stage(job: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +56,6 @@ def run_stage(job: dict[str, Any]) -> dict[str, Any]:
     ends = step_ends(out / "tensorboard")
     return {
         "seconds": [b - a for a, b in pairwise(ends)],
-        "computing": [entry["seconds"] for entry in log],
         "tokens": [entry["tokens"] for entry in log],
         "losses": [entry["loss"] for entry in log],
         "resident_bytes": read_json(out / "summary.json")["peak_memory_bytes"],
@@ -77,15 +80,7 @@ def run_plan(job: dict[str, Any]) -> dict[str, Any]:
 
     def shares() -> None:
         for step in make_plan(rows.selection, params):
-            split_step(
-                step,
-                lengths=rows.lengths_N,
-                n_tokens=rows.n_tokens_N,
-                processes=1,
-                loss_reduction=params.loss_reduction,
-                micro_batch=job["micro_batch"],
-                batch_tokens=Launch().batch_tokens,
-            )
+            passes_of(step, rows, job)
 
     write_rows(Path(job["rows"]), rows, params)
     return {
@@ -93,6 +88,55 @@ def run_plan(job: dict[str, Any]) -> dict[str, Any]:
         "rows": len(rows.selection.ids),
         "seconds_per_step": [measuring.timed(shares)[0] / len(plan) for _ in range(PLANS)],
     }
+
+
+def passes_of(step: Step, rows: TrainingRows, job: dict[str, Any]) -> list[MicroBatch]:
+    """Return a step's forward passes in one process."""
+    (share,) = split_step(
+        step,
+        lengths=rows.lengths_N,
+        n_tokens=rows.n_tokens_N,
+        processes=1,
+        loss_reduction=params_of(job).loss_reduction,
+        micro_batch=job["micro_batch"],
+        batch_tokens=Launch().batch_tokens,
+    )
+    return share
+
+
+def run_weighting(job: dict[str, Any]) -> dict[str, Any]:
+    """Time passes with the weighted loss and with the plain mean of the rows' losses, in turns.
+
+    Both run in one process on the same rows one after the other, and which is first alternates:
+    what separates two processes is larger than what is measured.
+    """
+    params, device = params_of(job), models.pick_device("auto")
+    rows = read_rows(Path(job["dataset"]), Path(job["subset"]), weights=params.weights)
+    plan = make_plan(rows.selection, params)
+    loss = RowLoss(models.load_model(job["model"], dtype="fp32", device=device).train())
+
+    def seconds(micro: MicroBatch, *, weighted: bool) -> float:
+        started = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=job["precision"] == "bf16"):
+            losses = loss(*collate(rows, micro.rows, device=device))
+        if weighted:
+            total = (torch.from_numpy(micro.coefficients).to(losses) * losses).sum()
+        else:
+            total = losses.mean()
+        total.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    passes = [micro for step in plan for micro in passes_of(step, rows, job)]
+    seconds(passes[0], weighted=True)
+    found = []
+    for turn in range(TURNS):
+        for i, micro in enumerate(passes):
+            first = (turn + i) % 2 == 0
+            took = {w: seconds(micro, weighted=w) for w in (first, not first)}
+            found.append(took[True] / took[False])
+    return {"ratios": found}
 
 
 def write_rows(path: Path, rows: TrainingRows, params: TrainParams) -> None:

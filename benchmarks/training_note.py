@@ -35,10 +35,11 @@ def write(result: dict[str, Any]) -> Iterator[str]:
     ]
     heads = ["arm", "s", "tok/s", "unweighted is faster, times", "peak", "first loss"]
     yield table(heads, rows)
-    plan = result["plan"]
+    plan, weighting = result["plan"], result["weighted_over_plain"]
     yield (
-        f"\nA weighted step takes {cell(result['weighted_over_unweighted'], 3)} times the "
-        "same step without weights. Plan, shares and coefficients take "
+        "\nA forward and backward pass with the weighted loss takes "
+        f"{cell(weighting, 3)} times the one with the plain mean of the rows' losses, in turns in "
+        f"one process ({len(weighting['values'])} pairs). Plan, shares and coefficients take "
         f"{1e3 * plan['seconds_per_step']['median']:.2f} ms a step, "
         f"{plan['share']['median']:.2%} of it.\n"
     )
