@@ -18,7 +18,7 @@ status=0
 tests/slurm/up.sh || status=$?
 [ $status != 77 ] || skip "Debian's packages of Slurm cannot be installed here"
 [ $status = 0 ] || exit $status
-timeout -k 30 "${SLURM_TEST_SECONDS:-1300}" python -m pytest tests/slurm/pipeline_checks.py -x -v --timeout 1200 "$@" || status=$?
+timeout -k 30 "${SLURM_TEST_SECONDS:-1400}" python -m pytest tests/slurm/pipeline_checks.py -x -v --timeout 1200 "$@" || status=$?
 echo "test-slurm: the jobs, as Slurm shows them"
 timeout 10 squeue --states=all --sort=i --format='%.5i %.12T %.28k %.10P %.12N %.12M %r' || true
 exit $status
