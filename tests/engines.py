@@ -35,7 +35,7 @@ SETTINGS = {
 class Project:
     """A working tree with the repository's code and workflow, tiny data and a tiny model."""
 
-    timeout: float = 280  # seconds for one command
+    timeout: float = 800  # seconds for one command
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -81,14 +81,12 @@ def start(tmp_path, monkeypatch):
     return start
 
 
-@pytest.mark.timeout(180)
 def test_launch_two_processes_form_one_group_and_share_the_threads(start):
     folder = start("well", processes=2)
     assert [(folder / f"rank-{r}").read_text().split()[1] for r in (0, 1)] == ["2", "2"]
     assert [(folder / f"threads-{r}").read_text() for r in (0, 1)] == ["1", "1"]
 
 
-@pytest.mark.timeout(180)
 def test_launch_port_that_was_taken_meanwhile_is_exchanged_for_another(start, monkeypatch):
     with socket.socket(socket.AF_INET6) as other:
         other.bind(("::", 0))  # not listening: who looks for a free port finds it free
@@ -99,7 +97,6 @@ def test_launch_port_that_was_taken_meanwhile_is_exchanged_for_another(start, mo
     assert next(ports, None) is None
 
 
-@pytest.mark.timeout(180)
 def test_launch_users_own_accelerate_defaults_change_nothing(start, tmp_path, monkeypatch):
     """They ask for three processes in half precision under dynamo, on another machine."""
     (tmp_path / "home/accelerate").mkdir(parents=True)
@@ -114,20 +111,17 @@ def test_launch_users_own_accelerate_defaults_change_nothing(start, tmp_path, mo
     assert (folder / "precision-0").read_text() == "no NO"
 
 
-@pytest.mark.timeout(180)
 def test_launch_user_error_of_a_worker_is_one_of_the_parent(start):
     with pytest.raises(UserError, match=r"^row 7 is bad$"):
         start("user error")
 
 
-@pytest.mark.timeout(180)
 def test_launch_defect_of_a_worker_names_the_log(start):
     with pytest.raises(RuntimeError, match=r"workers\.log") as caught:
         start("defect")
     assert "KeyError" in str(caught.value)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("everyone", [False, True])
 def test_launch_told_to_end_waits_until_the_workers_have_saved(
@@ -153,7 +147,6 @@ def test_launch_told_to_end_waits_until_the_workers_have_saved(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a tiny tmpfs needs root")
 def test_launch_worker_that_fills_the_disk_is_told_as_a_full_disk(start, tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "out")]
@@ -166,7 +159,6 @@ def test_launch_worker_that_fills_the_disk_is_told_as_a_full_disk(start, tmp_pat
         subprocess.run(["umount", str(tmp_path / "out")], check=True)
 
 
-@pytest.mark.timeout(180)
 def test_launch_killed_parent_leaves_no_workers(tmp_path):
     (tmp_path / "little_program.py").write_text(textwrap.dedent(PROGRAM))
     code = (

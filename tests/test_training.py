@@ -273,7 +273,6 @@ def test_checkpoint_half_removed_by_a_kill_is_not_taken_for_one(tmp_path, monkey
     assert not (tmp_path / "step-3").exists()
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
 def test_train_killed_in_mid_epoch_resumes_to_bitwise_the_same_weights(
     train, settings, tiny_dataset, subset, tmp_path, parallelism
