@@ -117,7 +117,7 @@ def run_weighting(job: dict[str, Any]) -> dict[str, Any]:
 
     def seconds(micro: MicroBatch, *, weighted: bool) -> float:
         started = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=job["precision"] == "bf16"):
+        with autocast(job, device):
             losses = loss(*collate(rows, micro.rows, device=device))
         if weighted:
             total = (torch.from_numpy(micro.coefficients).to(losses) * losses).sum()
@@ -162,7 +162,7 @@ def run_step(job: dict[str, Any]) -> dict[str, Any]:
     def step(rows: int, tokens: int) -> None:
         ids = torch.randint(3, model.config.vocab_size, (rows, tokens), device=device)
         mask = torch.ones_like(ids)
-        with torch.autocast(device.type, torch.bfloat16, enabled=job["precision"] == "bf16"):
+        with autocast(job, device):
             if job["loss"] == "model":
                 value = model(input_ids=ids, attention_mask=mask, labels=ids).loss
             else:
@@ -178,6 +178,12 @@ def run_step(job: dict[str, Any]) -> dict[str, Any]:
     with measuring.MemoryPeak() as peak:
         seconds, _ = measuring.timed(lambda: step(job["rows"], job["tokens"]))
     return {"seconds": seconds, "bytes": peak.anonymous - peak.before}
+
+
+def autocast(job: dict[str, Any], device: torch.device) -> torch.autocast:
+    """Return the context of a forward pass, as the stage has it."""
+    enabled = models.arithmetic(job["precision"], device) == "bf16"
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
 
 
 def params_of(job: dict[str, Any]) -> TrainParams:

@@ -16,9 +16,24 @@ from cluster_sft.offline import NotFetchedError
 
 
 def test_load_model_local_directory_gives_eval_model_of_the_dtype(tiny_model_dir):
-    model = models.load_model(str(tiny_model_dir), dtype="bf16")
-    assert model.dtype == torch.bfloat16
+    model = models.load_model(str(tiny_model_dir), dtype="fp16")
+    assert model.dtype == torch.float16
     assert not model.training
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_load_model_bf16_is_computed_in_float32_on_a_cpu_that_lacks_it(
+    tiny_model_dir, monkeypatch, capsys, has
+):
+    monkeypatch.setattr(models, "_has_bf16", lambda: has)
+    models._tell_float32.cache_clear()
+    loaded = [models.load_model(str(tiny_model_dir), dtype="bf16") for _ in range(2)]
+    assert {model.dtype for model in loaded} == {torch.bfloat16 if has else torch.float32}
+    rounded = load_file(tiny_model_dir / "model.safetensors")
+    for name, weight in loaded[0].named_parameters():
+        assert torch.equal(weight.float(), rounded[name].bfloat16().float())
+    assert capsys.readouterr().err.count("computed in float32") == (0 if has else 1)
+    assert models.arithmetic("bf16", torch.device("cuda")) == "bf16"
 
 
 def test_load_tokenizer_local_directory_keeps_the_chat_template(tiny_model_dir):

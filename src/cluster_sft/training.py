@@ -37,7 +37,7 @@ from cluster_sft import costs, launching
 from cluster_sft.artifacts import SUMMARY, read_json, replace_text, write_json
 from cluster_sft.checkpoints import latest_checkpoint, load_checkpoint
 from cluster_sft.errors import UserError
-from cluster_sft.models import local_path
+from cluster_sft.models import arithmetic, local_path
 from cluster_sft.objective import RowLoss
 from cluster_sft.optimizers import make_optimizer
 from cluster_sft.parallelism import make_parallelism
@@ -225,7 +225,9 @@ def _open_session(job: dict[str, Any], accelerator: Accelerator) -> Session:
     if launch.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     row_loss = RowLoss(model, full_logits=not exact).train()
-    row_loss = parallelism.wrap(row_loss, precision=params.precision)
+    row_loss = parallelism.wrap(
+        row_loss, precision=arithmetic(params.precision, accelerator.device)
+    )
     optimizer = make_optimizer(
         params.optimizer, row_loss.named_parameters(), weight_decay=params.weight_decay
     )

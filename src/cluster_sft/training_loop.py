@@ -27,6 +27,7 @@ from cluster_sft.batching import BatchPlan
 from cluster_sft.checkpoints import MOMENTS, WEIGHTS, save_checkpoint, save_snapshot
 from cluster_sft.errors import UserError
 from cluster_sft.launching import told_to_stop
+from cluster_sft.models import arithmetic
 from cluster_sft.optimizers import learning_rate, warmup_length
 from cluster_sft.parallelism import MakeModel, Parallelism
 from cluster_sft.trackers import Trackers, open_trackers
@@ -266,8 +267,9 @@ def _on_main(
 
 
 def _autocast(session: Session) -> torch.autocast:
-    enabled = session.params.precision == "bf16"
-    return torch.autocast(session.accelerator.device.type, torch.bfloat16, enabled=enabled)
+    device = session.accelerator.device
+    enabled = arithmetic(session.params.precision, device) == "bf16"
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
 
 
 def _learning_rate(session: Session, index: int) -> float:
